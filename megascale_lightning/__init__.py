@@ -1,0 +1,96 @@
+"""One shared, balanced and exactly resumable data plane for PyTorch Lightning, on Ray.
+
+Importing this package is cheap: whatever needs torch, Ray or Lightning is loaded when its name is first used, because
+the actors that read the data import this package too and must stay light.
+"""
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from megascale_lightning.config import LoaderConfig, PackedRows, PaddedRows
+from megascale_lightning.errors import (
+    ConfigError,
+    DataError,
+    EmptySourceError,
+    ForkError,
+    MegaScaleError,
+    MegaScaleWarning,
+    NotOpenError,
+    RayUnreachableError,
+    ReplayError,
+    RoleMissingError,
+    RuntimeFailure,
+    StalledError,
+    StateError,
+    StreamError,
+)
+from megascale_lightning.sources.source import Source
+
+if TYPE_CHECKING:
+    from megascale_lightning.client.info import BatchInfo, model_inputs
+    from megascale_lightning.client.loader import MegaScaleLoader
+    from megascale_lightning.client.loss import reduce_loss
+    from megascale_lightning.integrations.lightning import MegaScaleDataModule, MegaScaleStateCallback
+    from megascale_lightning.places.tree import ClientPlaceTree
+    from megascale_lightning.planning.strategies import Balanced, RoundRobin
+
+__all__ = [
+    "Balanced",
+    "BatchInfo",
+    "ClientPlaceTree",
+    "ConfigError",
+    "DataError",
+    "EmptySourceError",
+    "ForkError",
+    "LoaderConfig",
+    "MegaScaleDataModule",
+    "MegaScaleError",
+    "MegaScaleLoader",
+    "MegaScaleStateCallback",
+    "MegaScaleWarning",
+    "NotOpenError",
+    "PackedRows",
+    "PaddedRows",
+    "RayUnreachableError",
+    "ReplayError",
+    "RoleMissingError",
+    "RoundRobin",
+    "RuntimeFailure",
+    "Source",
+    "StalledError",
+    "StateError",
+    "StreamError",
+    "model_inputs",
+    "reduce_loss",
+]
+
+__version__ = "0.1.0.dev0"
+
+_LAZY: Final = MappingProxyType(
+    {
+        "Balanced": "planning.strategies",
+        "BatchInfo": "client.info",
+        "ClientPlaceTree": "places.tree",
+        "MegaScaleDataModule": "integrations.lightning",
+        "MegaScaleLoader": "client.loader",
+        "MegaScaleStateCallback": "integrations.lightning",
+        "RoundRobin": "planning.strategies",
+        "model_inputs": "client.info",
+        "reduce_loss": "client.loss",
+    }
+)
+"""Name -> the module that has it, loaded on first use."""
+
+if not TYPE_CHECKING:  # type checkers see the imports above, and so report names that do not exist
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,238 @@
+"""`MegaScaleLoader`: the loader without a framework: iterate it, save its state, load it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from megascale_lightning.client.finish import finish
+from megascale_lightning.client.info import BatchInfo
+from megascale_lightning.client.reader import StreamReader
+from megascale_lightning.errors import StreamError
+from megascale_lightning.types import BatchWindow, LoaderState, StepReport
+
+if TYPE_CHECKING:
+    from megascale_lightning.client.session import LoadingSession
+    from megascale_lightning.config import LoaderConfig
+    from megascale_lightning.places.tree import ClientPlaceTree
+
+__all__ = ["MegaScaleLoader"]
+
+_REPORTS = 1000
+
+
+class MegaScaleLoader:
+    """The microbatches of one place in one stream, and the state of what was consumed.
+
+    Iterating goes on behind the last consumed step; `iter()` itself moves nothing, the first `next()` opens the stream.
+    The training stream is one sequence over all iterators; evaluation streams start from the beginning each time.
+
+    A step is consumed once its last microbatch was handed out, or, with `auto_consume=False`, once `mark_consumed` says
+    so. Loaders of one config in one process share one runtime. Not thread-safe.
+
+    Args:
+        config: The settings.
+        tree: Places of all ranks; one data-parallel rank when None.
+        rank: The place of this loader in the tree.
+        stream: "train", or "val/0", "val/1", ... for the config's `val_sources`.
+        accumulate: Microbatches per optimizer step, as the trainer has it; None: by `global_batch_size`.
+        session: For integrations: the session to join.
+        auto_consume: Whether handing out the last microbatch of a step consumes it.
+        interrupted: Asked while waiting for a batch; True ends the wait with `InterruptedError`.
+    """
+
+    def __init__(
+        self,
+        config: LoaderConfig,
+        tree: ClientPlaceTree | None = None,
+        rank: int = 0,
+        stream: str = "train",
+        *,
+        accumulate: int | None = None,
+        session: LoadingSession | None = None,
+        auto_consume: bool = True,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> None:
+        from megascale_lightning.client.session import LoadingSession
+
+        self._owns = session is None
+        self._session = session or LoadingSession.shared(config, tree=tree, accumulate=accumulate)
+        self._spec = self._session.spec(stream)
+        self._rank = rank
+        self._group = self._session.tree.data_group(rank)
+        self._auto_consume = auto_consume
+        self._interrupted = interrupted
+        self._number = self._session.next_number(stream, rank)
+        self._state = self._session.initial_state(stream)
+        self._loads = 0
+        self._opens = 0
+        self._reader: StreamReader | None = None
+        self._current: object = None
+        self._closed = False
+        self.last_info: BatchInfo | None = None
+        """Of the microbatch handed out last."""
+        self.last_reports: deque[StepReport] = deque(maxlen=_REPORTS)
+        """How even the last steps were, oldest first."""
+
+    @property
+    def stream(self) -> str:
+        """Name of the stream."""
+        return self._spec.name
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one step on this rank."""
+        return self._spec.num_microbatches
+
+    @property
+    def step(self) -> int:
+        """Steps consumed."""
+        return self._state.step
+
+    @property
+    def certificate(self) -> str:
+        """Hex of the running hash over all rows consumed: equal for equal data (law 1)."""
+        return self._state.certificate.hex()
+
+    def __len__(self) -> int:
+        """Microbatches of one epoch. Raises: TypeError: `steps_per_epoch` is not set: the loader is unsized."""
+        steps = self._session.config.steps_per_epoch
+        if steps is None or self.stream != "train":
+            raise TypeError("this MegaScaleLoader is unsized: set steps_per_epoch for a length")
+        return steps * self.num_microbatches
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """An iterator that starts behind the last consumed step. It opens the stream at its first `next()`."""
+        if self._closed:
+            raise StreamError("this loader is closed")
+        return _Microbatches(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state behind the last consumed step, as plain JSON; no collective, no call elsewhere; re-entrant."""
+        return self._session.state_to_json(self.stream, self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the step that the state was saved at, at the next `iter()`.
+
+        Raises:
+            StateError: The state is of another version, of other data or of other settings.
+        """
+        self._state = self._session.state_from_json(self.stream, state)
+        self._loads += 1
+        self._stop()
+
+    def mark_consumed(self, info: BatchInfo) -> None:
+        """The optimizer step of this microbatch, if it is the last of its step, was taken. For `auto_consume=False`.
+
+        Raises:
+            StreamError: It is not of the step that follows what was consumed.
+        """
+        self._check_next(info)
+        if info.is_last_in_step:
+            self._state = info._after
+            if self._reader is not None:
+                self._reader.consumed(self._state)
+
+    def close(self) -> None:
+        """Leave the stream; with the last loader of its config the runtime ends. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop()
+        if self._owns:
+            self._session.leave()
+
+    def __enter__(self) -> MegaScaleLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, iterator: object) -> StreamReader:
+        """Start reading for an iterator; an older one of this loader ends."""
+        self._stop()
+        if self.stream != "train":
+            self._state = self._session.initial_state(self.stream)
+        self._current = iterator
+        self._opens += 1
+        spec = self._spec
+        self._reader = StreamReader(
+            self._session.port,
+            self._finish,
+            stream=self.stream,
+            generation=self._generation(self._state),
+            group=self._group,
+            client=self._rank,
+            state=self._state,
+            depth=min(max(spec.num_microbatches, 2), 16),
+            stall_timeout=self._session.stall_timeout,
+        )
+        return self._reader
+
+    def _finish(self, window: BatchWindow, first_step: int) -> Iterator[tuple[dict[str, Any], BatchInfo]]:
+        self.last_reports.extend(report for report in window.reports if report.step >= first_step)
+        return finish(window, self._spec, first_step=first_step)
+
+    def _generation(self, state: LoaderState) -> str:
+        """The same on all ranks, another for every open."""
+        parts = (self._session.run, self.stream, self._number, state.step, state.certificate.hex(), self._loads, self._opens)
+        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+    def _next(self, iterator: object, reader: StreamReader | None) -> tuple[dict[str, Any], StreamReader]:
+        if reader is None:
+            reader = self._open(iterator)
+        elif self._current is not iterator:
+            raise StreamError("this iterator ended when a newer one of the same loader, or load_state_dict, took over")
+        item = reader.next(self._interrupted)
+        if item is None:
+            raise StopIteration
+        batch, info = item
+        self.last_info = info
+        if self._auto_consume:
+            self.mark_consumed(info)
+        return batch, reader
+
+    def _at_epoch_end(self) -> bool:
+        steps = self._session.config.steps_per_epoch
+        return self._auto_consume and steps is not None and self.stream == "train" and self._state.step % steps == 0
+
+    def _check_next(self, info: BatchInfo) -> None:
+        if info.step != self._state.step:
+            raise StreamError(
+                f"stream {self.stream!r}: a microbatch of step {info.step} was consumed, but step {self._state.step} "
+                "comes next: a batch was lost or used twice between the loader and the training step"
+            )
+
+    def _stop(self) -> None:
+        self._current = None
+        if self._reader is not None:
+            reader, self._reader = self._reader, None
+            reader.close()
+
+
+class _Microbatches(Iterator[dict[str, Any]]):
+    """One pass of a loader; it holds no position of its own before its first `next()`."""
+
+    def __init__(self, loader: MegaScaleLoader) -> None:
+        self._loader = loader
+        self._reader: StreamReader | None = None
+        self._done = False
+
+    def __next__(self) -> dict[str, Any]:
+        if self._done:
+            raise StopIteration
+        mid_step = self._loader.last_info is not None and not self._loader.last_info.is_last_in_step
+        if self._reader is not None and not mid_step and self._loader._at_epoch_end():
+            self._done = True
+            raise StopIteration
+        try:
+            batch, self._reader = self._loader._next(self, self._reader)
+        except StopIteration:
+            self._done = True
+            raise
+        return batch

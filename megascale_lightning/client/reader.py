@@ -1,0 +1,173 @@
+"""`StreamReader`: the read-ahead thread of one rank, from windows of its group to finished microbatches."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from megascale_lightning.client.info import BatchInfo
+from megascale_lightning.errors import NotOpenError, StalledError
+from megascale_lightning.runtime.port import BatchPort
+from megascale_lightning.types import BatchWindow, LoaderState, NotYet
+
+__all__ = ["Finish", "StreamReader"]
+
+logger = logging.getLogger(__name__)
+
+Finish = Callable[[BatchWindow, int], Iterator[tuple[dict[str, Any], BatchInfo]]]
+"""A window and the step to begin with -> its microbatches, in order."""
+
+_END: Final = object()
+_POLL_S: Final = 0.2
+_REPORT_S: Final = 10.0
+
+
+class StreamReader:
+    """Reads one generation of a stream ahead of the training loop.
+
+    The thread holds at most `depth` finished microbatches; how many windows lie ready behind them is bounded by the
+    planner. Whatever goes wrong in the thread is raised by `next`.
+    """
+
+    def __init__(
+        self,
+        port: BatchPort,
+        finish: Finish,
+        *,
+        stream: str,
+        generation: str,
+        group: int,
+        client: int,
+        state: LoaderState | None,
+        depth: int,
+        stall_timeout: float,
+    ) -> None:
+        self._port = port
+        self._finish = finish
+        self._address = (stream, generation)
+        self._group = group
+        self._client = client
+        self._state = state
+        self._first = 0 if state is None else state.step
+        self._consumed = self._first - 1
+        self._ready: queue.Queue[Any] = queue.Queue(depth)
+        self._stall_timeout = stall_timeout
+        self._stopping = threading.Event()
+        self._waiting = False
+        self._thread = threading.Thread(target=self._run, name=f"megascale-{stream}-{client}", daemon=True)
+        self._thread.start()
+
+    def next(self, interrupted: Callable[[], bool] | None = None) -> tuple[dict[str, Any], BatchInfo] | None:
+        """The next microbatch and what it says about itself; None at the end of the stream, also when asked again.
+
+        Raises:
+            InterruptedError: `interrupted` turned true while waiting.
+            MegaScaleError: What stopped the thread.
+        """
+        while True:
+            try:
+                item = self._ready.get(timeout=_POLL_S)
+            except queue.Empty:
+                if interrupted is not None and interrupted():
+                    raise InterruptedError("the trainer was told to stop while waiting for a batch") from None
+                continue
+            if item is _END or isinstance(item, BaseException):
+                self._ready.put(item)  # there is room: the thread has ended
+            if isinstance(item, BaseException):
+                raise item
+            if item is _END:
+                return None
+            found: tuple[dict[str, Any], BatchInfo] = item
+            return found
+
+    def consumed(self, state: LoaderState) -> None:
+        """The steps before `state` are consumed: whoever waits for that is told."""
+        self._state = state
+        self._consumed = state.step - 1
+        if self._waiting and not self._stopping.is_set():
+            self._port.consumed(*self._address, self._client, self._consumed)
+
+    def close(self) -> None:
+        """Stop reading and leave the stream; a second call does nothing."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        while self._thread.is_alive():
+            self._drain()
+            self._thread.join(timeout=0.05)
+        self._drain()
+
+    def _drain(self) -> None:
+        try:
+            while True:
+                self._ready.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _run(self) -> None:
+        last: Any = _END
+        try:
+            self._port.open(*self._address, self._client, self._state)
+            self._read()
+        except BaseException as error:
+            last = error
+        finally:
+            try:
+                self._port.close(*self._address, self._client)
+            except Exception as error:
+                logger.debug("stream %s: leaving it failed: %s", self._address[0], error)
+        self._put(last)
+
+    def _read(self) -> None:
+        while not self._stopping.is_set():
+            window = self._fetch()
+            if window is None or not window.num_steps:
+                return
+            for item in self._finish(window, self._first):
+                if not self._put(item):
+                    return
+            self._first = window.first_step + window.num_steps
+            if window.states[-1].ended:
+                return
+
+    def _fetch(self) -> BatchWindow | None:
+        """The next window; None when closed meanwhile."""
+        began = reported = time.monotonic()
+        self._waiting = True
+        try:
+            while not self._stopping.is_set():
+                answer = self._ask()
+                if isinstance(answer, BatchWindow):
+                    return answer
+                now = time.monotonic()
+                if now - reported > _REPORT_S:
+                    reported = now
+                    logger.warning("stream %s waits since %.0f s: %s", self._address[0], now - began, answer.reason)
+                if now - began > self._stall_timeout:
+                    raise StalledError(f"stream {self._address[0]!r}: no batch for {now - began:.0f} s: {answer.reason}")
+            return None
+        finally:
+            self._waiting = False
+
+    def _ask(self) -> BatchWindow | NotYet:
+        try:
+            return self._port.fetch(*self._address, self._group, self._client, self._first, self._consumed)
+        except NotOpenError as error:
+            # The planner was replaced, or freed what a late client needs: it plans forward from what is consumed here.
+            logger.info("stream %s is opened again: %s", self._address[0], error)
+            self._port.open(*self._address, self._client, self._state)
+            return NotYet(str(error))
+
+    def _put(self, item: Any) -> bool:
+        """Hand an item over; False when closed meanwhile."""
+        while not self._stopping.is_set():
+            try:
+                self._ready.put(item, timeout=_POLL_S)
+                return True
+            except queue.Full:
+                continue
+        return False

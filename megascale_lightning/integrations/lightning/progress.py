@@ -1,0 +1,67 @@
+"""Makes Lightning's saved counters agree with the stream's position.
+
+Lightning counts microbatches, the stream counts steps. A run that goes on from a checkpoint starts at the first
+microbatch of the first step that was not taken; if the counters said anything else, optimizer steps would fall on the
+wrong microbatches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["settle_progress"]
+
+_BATCHES = "epoch_loop.batch_progress"
+_EPOCHS = "epoch_progress"
+
+
+def settle_progress(fit_loop: dict[str, Any], *, saved: int, now: int, step_limited: bool) -> bool:
+    """Rewrite the counters of `checkpoint["loops"]["fit_loop"]` in place where they do not fit.
+
+    That is: where the number of microbatches of a step changed, where the save was in mid-accumulation, where a
+    failure left batches counted as ready that were never processed, and where a step-limited run was saved at the end
+    of an epoch (Lightning would run one more microbatch in the finished epoch, and step on it).
+
+    Args:
+        fit_loop: As `trainer.fit_loop.state_dict()` gave it.
+        saved: Microbatches of a step in the run that saved.
+        now: Microbatches of a step in this run.
+        step_limited: `trainer.max_steps` is set.
+
+    Returns:
+        Whether something was changed.
+    """
+    batches, epochs = fit_loop.get(_BATCHES), fit_loop.get(_EPOCHS)
+    if not batches or not epochs:
+        return False
+    current, total = batches["current"], batches["total"]
+    on_boundary = current["processed"] % saved == 0 and total["processed"] % saved == 0
+    drifted = not total["ready"] == total["started"] == total["processed"]
+    # Set before the batch ran, the flag may be about a batch that is going to be repeated.
+    last = bool(batches["is_last_batch"]) and on_boundary and current["ready"] == current["processed"]
+    over = step_limited and last and _end_not_counted(epochs["current"])
+    if saved == now and on_boundary and not drifted and not over:
+        return False
+    steps = current["processed"] // saved
+    if over:
+        steps, last = 0, False
+        for tracker in (epochs["current"], epochs["total"]):
+            tracker["completed"] = tracker["processed"]
+    # A batch short of completed is what a save from `on_train_batch_end` looks like; Lightning completes it when it
+    # restarts. That is right only for the last batch of a step of this epoch; whatever else lies before the step is
+    # long complete.
+    pending = steps > 0 and on_boundary and total["completed"] < total["processed"]
+    _settle(current, steps * now, pending=pending)
+    _settle(total, total["processed"] // saved * now, pending=pending)
+    batches["is_last_batch"] = last
+    return True
+
+
+def _end_not_counted(epoch: dict[str, int]) -> bool:
+    """Whether the save came from `on_train_epoch_end`: all was processed, only the end itself was not counted."""
+    return epoch["ready"] == epoch["started"] == epoch["processed"] == epoch["completed"] + 1
+
+
+def _settle(tracker: dict[str, int], batches: int, *, pending: bool) -> None:
+    tracker["ready"] = tracker["started"] = tracker["processed"] = batches
+    tracker["completed"] = batches - 1 if pending else batches

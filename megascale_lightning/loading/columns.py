@@ -1,0 +1,247 @@
+"""`Fragment`: the declared fields of consecutive records, columnar, whatever form they were read in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index as as_int
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from megascale_lightning.errors import ConfigError, DataError
+from megascale_lightning.loading.reasons import KEPT, READ_ERROR, TRANSFORM_ERROR
+from megascale_lightning.loading.samplefields import scatter_samples, stack_samples
+from megascale_lightning.loading.transforms import Failed
+from megascale_lightning.sources.arrow import is_number_list, list_column, scalar_column
+from megascale_lightning.types import Ragged
+
+__all__ = ["Fields", "Fragment", "from_samples", "from_table", "narrow"]
+
+_INT32: Final = np.iinfo(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """What is kept of a sample."""
+
+    tokens: tuple[str, ...]
+    """Per-token fields, `input_ids` first."""
+    samples: tuple[str, ...]
+    """Per-sample fields."""
+    length: str | Callable[[Any], int] | None
+    """As in `Source.length`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Fields of n consecutive records of one unit."""
+
+    tokens: Mapping[str, npt.NDArray[Any]]
+    """Field -> values, [offsets[-1]] each."""
+    offsets: npt.NDArray[np.int64]
+    """int64 [n + 1]: where the records begin, the same for every field."""
+    samples: Mapping[str, npt.NDArray[Any]]
+    """[n, ...]"""
+    lengths: npt.NDArray[np.int64]
+    """int64 [n]: tokens of the sample, at most those of `input_ids`; 0 for a failed record."""
+    codes: npt.NDArray[np.uint8]
+    """uint8 [n]: KEPT, or why there is no sample."""
+    failures: Mapping[int, Failed]
+    """Index -> what happened, for those with a message."""
+
+
+def narrow(ragged: Ragged) -> tuple[Ragged, dict[int, str]]:
+    """int64, uint32 and uint64 become int32; records with a value beyond it are reported, others stay as stored."""
+    values = ragged.values
+    if values.dtype not in (np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.uint32)):
+        return ragged, {}
+    bad: dict[int, str] = {}
+    if values.size and (int(values.max()) > _INT32.max or int(values.min()) < _INT32.min):
+        at = np.flatnonzero((values > _INT32.max) | (values < _INT32.min))
+        rows, first = np.unique(np.searchsorted(ragged.offsets, at, side="right") - 1, return_index=True)
+        for row, position in zip(rows.tolist(), at[first].tolist(), strict=True):
+            bad[row] = f"has the value {values[position]}, which does not fit int32"
+    return Ragged(values.astype(np.int32), ragged.offsets), bad
+
+
+class _Builder:
+    """Collects fields and what is wrong with records; the first problem of a record counts."""
+
+    def __init__(self, n: int, reason: int, failures: Mapping[int, Failed]) -> None:
+        self.n = n
+        self.reason = reason
+        self.failures = dict(failures)
+        self.tokens: dict[str, Ragged] = {}
+        self.samples: dict[str, npt.NDArray[Any]] = {}
+
+    def fail(self, field: str, problems: Mapping[int, str]) -> None:
+        for row, problem in problems.items():
+            self.failures.setdefault(row, Failed(self.reason, f"{field!r} {problem}"))
+
+    def add_tokens(self, field: str, ragged: Ragged, problems: Mapping[int, str]) -> None:
+        if ragged.values.size and ragged.values.dtype.kind not in ("iub" if field == "input_ids" else "iubf"):
+            raise DataError(f"field {field!r} holds {ragged.values.dtype}; token ids are whole numbers")
+        self.fail(field, problems)
+        self.tokens[field], overflow = narrow(ragged)
+        self.fail(field, overflow)
+
+    def finish(self, lengths: npt.NDArray[np.int64] | None) -> Fragment:
+        """Compare lengths, and put the codes together."""
+        offsets = self.tokens["input_ids"].offsets
+        whole = np.diff(offsets)
+        for field, ragged in self.tokens.items():
+            if ragged.offsets is offsets or np.array_equal(ragged.offsets, offsets):
+                continue
+            other = np.diff(ragged.offsets)
+            for row in np.flatnonzero(other != whole).tolist():
+                self.fail(field, {row: f"has {other[row]} entries where 'input_ids' has {whole[row]}"})
+        if lengths is None:
+            lengths = whole
+        for row in np.flatnonzero((lengths < 0) | (lengths > whole)).tolist():
+            self.fail("length", {row: f"is {lengths[row]} where 'input_ids' has {whole[row]} tokens"})
+        codes = np.full(self.n, KEPT, np.uint8)
+        if self.failures:
+            rows = np.fromiter(self.failures, np.int64, len(self.failures))
+            codes[rows] = [failed.reason for failed in self.failures.values()]
+            lengths = np.where(codes == KEPT, lengths, 0)
+        values, offsets = _aligned(self.tokens, codes == KEPT)
+        return Fragment(values, offsets, self.samples, lengths, codes, self.failures)
+
+
+def _aligned(
+    tokens: Mapping[str, Ragged], good: npt.NDArray[np.bool_]
+) -> tuple[dict[str, npt.NDArray[Any]], npt.NDArray[np.int64]]:
+    """The values of every field with offsets that hold for all; where they differ, failed records are left out."""
+    offsets = tokens["input_ids"].offsets
+    if all(np.array_equal(ragged.offsets, offsets) for ragged in tokens.values()):
+        return {field: ragged.values for field, ragged in tokens.items()}, offsets
+    kept = {field: ragged.values[np.repeat(good, np.diff(ragged.offsets))] for field, ragged in tokens.items()}
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.where(good, np.diff(offsets), 0))])
+    return kept, offsets
+
+
+def from_table(name: str, table: Any, fields: Fields) -> Fragment:
+    """Fields of an Arrow table: no python object per record, no copy beyond what Arrow or int32 needs.
+
+    Args:
+        name: Of the source, for messages.
+        table: `pyarrow.Table` with the columns of `fields`.
+        fields: What is kept; its `length` is no function.
+
+    Raises:
+        ConfigError: A token column is no list of numbers.
+    """
+    built = _Builder(table.num_rows, READ_ERROR, {})
+    for field in fields.tokens:
+        column = table.column(field)
+        if not is_number_list(column.type):
+            raise ConfigError(
+                f"source {name!r}: column {field!r} is {column.type}, a token field is a list of numbers; a "
+                "`transform` can make it"
+            )
+        built.add_tokens(field, *list_column(column))
+    for field in fields.samples:
+        column = table.column(field)
+        if is_number_list(column.type):
+            ragged, bad = list_column(column)
+            built.samples[field] = stack_samples(np.split(ragged.values, ragged.offsets[1:-1]), table.num_rows)
+        else:
+            built.samples[field], bad = scalar_column(column)
+        built.fail(field, bad)
+    lengths = None
+    if isinstance(fields.length, str):
+        values, bad = scalar_column(table.column(fields.length))
+        if values.dtype.kind not in "iu":
+            raise ConfigError(f"source {name!r}: length column {fields.length!r} is {values.dtype}, not a whole number")
+        built.fail(fields.length, bad)
+        lengths = values.astype(np.int64)
+    return built.finish(lengths)
+
+
+def from_samples(
+    name: str, samples: Sequence[Mapping[str, Any] | Failed], fields: Fields, transform: str | None
+) -> Fragment:
+    """Fields of one mapping per record.
+
+    Args:
+        name: Of the source, for messages.
+        samples: One per record.
+        fields: What is kept.
+        transform: Its name where one made the samples; then a missing field is its fault, and raises.
+
+    Raises:
+        DataError: The transform left out a declared field; names the keys it gave.
+    """
+    reason = READ_ERROR if transform is None else TRANSFORM_ERROR
+    built = _Builder(len(samples), reason, {row: s for row, s in enumerate(samples) if isinstance(s, Failed)})
+    good = [(row, s) for row, s in enumerate(samples) if not isinstance(s, Failed)]
+    for field in (*fields.tokens, *fields.samples, *([fields.length] if isinstance(fields.length, str) else [])):
+        for row, sample in good:
+            if sample.get(field) is None:
+                if transform is not None and field not in sample:
+                    raise DataError(_left_out(name, transform, field, sample))
+                there = "is null" if field in sample else f"is not among its keys {sorted(map(str, sample))}"
+                built.fail(field, {row: there})
+    for field in fields.tokens:
+        built.add_tokens(field, *_ragged(field, len(samples), good))
+    lengths = _lengths(built, good, fields.length)
+    kept = [(row, sample) for row, sample in good if row not in built.failures]
+    rows = np.array([row for row, _ in kept], np.int64)
+    for field in fields.samples:
+        stacked = stack_samples([sample[field] for _, sample in kept], len(kept))
+        built.samples[field] = stacked if len(kept) == len(samples) else scatter_samples(stacked, rows, len(samples))
+    return built.finish(lengths)
+
+
+def _left_out(name: str, transform: str, field: str, sample: Mapping[str, Any]) -> str:
+    return (
+        f"source {name!r}: {transform} gave a sample without {field!r}; its keys are {sorted(map(str, sample))}. "
+        f"Return a dict with {field!r}, or None to drop the sample"
+    )
+
+
+def _ragged(field: str, n: int, good: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[Ragged, dict[int, str]]:
+    kinds = "iub" if field == "input_ids" else "iubf"
+    lengths = np.zeros(n, np.int64)
+    bad: dict[int, str] = {}
+    arrays = []
+    for row, sample in good:
+        value = sample.get(field)
+        if value is None:
+            continue
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            bad[row] = f"is no array: {error}"
+            continue
+        if array.ndim != 1:
+            bad[row] = f"has shape {list(array.shape)}; a token field has one dimension"
+        elif array.size and array.dtype.kind not in kinds:
+            bad[row] = f"holds {array.dtype}, not numbers" if kinds == "iubf" else f"holds {array.dtype}, not token ids"
+        elif array.dtype == np.uint64 and array.size and array.max() > _INT32.max:
+            bad[row] = f"has the value {array.max()}, which does not fit int32"
+        elif array.size:
+            lengths[row] = array.size
+            arrays.append(array.astype(np.int64) if array.dtype == np.uint64 else array)
+    values = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+    offsets = np.zeros(n + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return Ragged(values, offsets), bad
+
+
+def _lengths(
+    built: _Builder, good: Sequence[tuple[int, Mapping[str, Any]]], length: str | Callable[[Any], int] | None
+) -> npt.NDArray[np.int64] | None:
+    if length is None:
+        return None
+    found = np.zeros(built.n, np.int64)
+    for row, sample in good:
+        if row in built.failures:
+            continue
+        try:
+            found[row] = as_int(sample[length] if isinstance(length, str) else length(sample))
+        except Exception as error:
+            built.fail("length", {row: f"failed: {type(error).__name__}: {error}"})
+    return found

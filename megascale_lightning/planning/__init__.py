@@ -1,0 +1,1 @@
+"""From metadata to a plan: mix, pack, distribute, and the state around every step."""

@@ -1,0 +1,91 @@
+"""Described parts as the planner keeps them, and the one exception that says which are missing."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from megascale_lightning.types import IntArray, MetaBlock, PartKey
+
+__all__ = ["Block", "BlockStore", "NeedBlocks"]
+
+
+class NeedBlocks(Exception):
+    """A step cannot be planned before these parts are described. Never leaves the planner."""
+
+    def __init__(self, keys: Iterable[PartKey]) -> None:
+        self.keys = tuple(keys)
+        super().__init__(self.keys)
+
+
+class Block:
+    """One `MetaBlock`, made ready for drawing sample after sample.
+
+    Attributes:
+        pieces: PIECE [kept entries].
+        lengths: Their tokens, as Python ints (a draw reads one of them at a time).
+        ends: Per kept entry the number of entries of the part that are done with once it is taken, as Python ints.
+        samples: Where the samples begin: kept entry index of each, and one past the last; None where every entry is
+            a sample of its own.
+    """
+
+    __slots__ = ("_counted", "_reasons", "ends", "key", "last_in_window", "lengths", "pieces", "samples", "size")
+
+    def __init__(self, meta: MetaBlock) -> None:
+        kept = np.flatnonzero(meta.kept)
+        self.key = meta.key
+        self.size = len(meta.pieces)
+        self.last_in_window = meta.last_in_window
+        self.pieces: IntArray = meta.pieces[kept]
+        self.lengths: list[int] = self.pieces["length"].tolist()
+        self.ends: list[int] = (kept + 1).tolist()
+        first = meta.first[kept]
+        self.samples = None if first.all() else [*np.flatnonzero(first).tolist(), len(kept)]
+        counted = np.where(meta.first, meta.reason, 0)
+        self._counted = counted if counted.any() else None
+        self._reasons = meta.reasons
+
+    def find(self, offset: int) -> int:
+        """The first kept entry at or behind `offset` entries of the part."""
+        return bisect_right(self.ends, offset)
+
+    def count(self, start: int, stop: int) -> dict[str, int]:
+        """Reason -> samples, of the entries [start, stop)."""
+        if self._counted is None or start >= stop:
+            return {}
+        counts = np.bincount(self._counted[start:stop], minlength=len(self._reasons))
+        return {self._reasons[code]: int(n) for code, n in enumerate(counts) if code and n}
+
+
+class BlockStore:
+    """The described parts of one stream."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[PartKey, Block] = {}
+
+    def __contains__(self, key: PartKey) -> bool:
+        return key in self._blocks
+
+    def __iter__(self) -> Iterator[PartKey]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def get(self, key: PartKey) -> Block:
+        """The part. Raises: NeedBlocks: it is not described yet."""
+        block = self._blocks.get(key)
+        if block is None:
+            raise NeedBlocks([key])
+        return block
+
+    def add(self, meta: MetaBlock) -> None:
+        """Keep a described part."""
+        self._blocks[meta.key] = Block(meta)
+
+    def drop(self, keys: Iterable[PartKey]) -> None:
+        """Forget parts."""
+        for key in keys:
+            self._blocks.pop(key, None)

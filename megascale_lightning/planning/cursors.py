@@ -1,0 +1,193 @@
+"""`SourceCursor`: where one source stands, moved sample by sample."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+from megascale_lightning.config import SourceSpec
+from megascale_lightning.errors import EmptySourceError
+from megascale_lightning.planning.blocks import Block, BlockStore
+from megascale_lightning.types import PIECE, IntArray, PartKey
+
+__all__ = ["SourceCursor"]
+
+
+class SourceCursor:
+    """The next samples of one source, over parts, windows and epochs.
+
+    It stands in front of a sample, or at the start of a part that is not looked into yet: once the last sample of a part
+    is taken, what was dropped behind it is counted and the cursor moves on, so that a position depends on the data alone.
+    """
+
+    __slots__ = (
+        "_block",
+        "_blocks",
+        "_counted",
+        "_next",
+        "_spec",
+        "_start",
+        "_taken",
+        "drawn",
+        "dropped",
+        "epoch",
+        "index",
+        "offset",
+        "part",
+        "stream",
+        "window",
+    )
+
+    def __init__(
+        self, stream: str, index: int, spec: SourceSpec, blocks: BlockStore, saved: np.void, dropped: Mapping[str, int]
+    ) -> None:
+        self.stream = stream
+        self.index = index
+        self._spec = spec
+        self._blocks = blocks
+        self.epoch, self.window, self.part, self.offset = (int(saved[n]) for n in ("epoch", "window", "part", "offset"))
+        self.dropped = Counter(dropped)
+        self.drawn = 0
+        self._block: Block | None = None
+        self._next = 0
+        self._start = 0
+        self._counted = 0
+        self._taken: list[IntArray] = []
+
+    @property
+    def key(self) -> PartKey:
+        """The part it stands in."""
+        return PartKey(self.stream, self.index, self.epoch, self.window, self.part)
+
+    @property
+    def exhausted(self) -> bool:
+        """All epochs are done."""
+        return self._spec.epochs is not None and self.epoch >= self._spec.epochs
+
+    def head(self) -> int | None:
+        """Tokens of the next sample; None when the source is exhausted.
+
+        Raises:
+            NeedBlocks: Its part is not described yet.
+            EmptySourceError: A whole epoch gave nothing.
+        """
+        if self._block is None and not self._enter():
+            return None
+        block = self._block
+        assert block is not None
+        if block.samples is None:
+            return block.lengths[self._next]
+        return sum(block.lengths[self._next : self._sample_end(block)])
+
+    def take(self) -> list[int]:
+        """Take the sample that `head` spoke of; the lengths of its pieces."""
+        block = self._block
+        assert block is not None
+        at = self._next
+        stop = at + 1 if block.samples is None else self._sample_end(block)
+        self._next = stop
+        self.drawn += 1
+        lengths = block.lengths[at:stop]
+        if stop == len(block.lengths):
+            self._leave(block)
+        return lengths
+
+    def collect(self) -> IntArray:
+        """The pieces taken since the last call, PIECE [n], in order; counts what was dropped between them."""
+        if self._block is not None:
+            self._flush(self._block)
+        taken, self._taken = self._taken, []
+        self.drawn = 0
+        return np.concatenate(taken) if taken else np.empty(0, PIECE)
+
+    def upcoming(self, samples: int) -> list[PartKey]:
+        """The parts that hold the next `samples` samples, as far as it is known which those are; missing ones included."""
+        if self.exhausted:
+            return []
+        keys = [self.key]
+        if self.key not in self._blocks:
+            return keys
+        block = self._blocks.get(self.key)
+        left = len(block.lengths) - (self._next if self._block is not None else block.find(self.offset))
+        while left < samples:
+            following = self._following(block)
+            if following is None:
+                break
+            keys.append(following)
+            if following not in self._blocks:
+                break
+            block = self._blocks.get(following)
+            left += len(block.lengths)
+        return keys
+
+    def _enter(self) -> bool:
+        """Stand in front of the next sample; False when the source is exhausted."""
+        whole_epoch = False
+        while not self.exhausted:
+            at_start = (self.window, self.part, self.offset) == (0, 0, 0)
+            if at_start and whole_epoch:
+                raise self._empty()
+            whole_epoch = whole_epoch or at_start
+            if self._spec.num_windows:
+                block = self._blocks.get(self.key)
+                at = block.find(self.offset)
+                if at < len(block.lengths):
+                    self._block, self._next, self._start, self._counted = block, at, at, self.offset
+                    return True
+                self._counted = self.offset
+                self._pass(block)
+            else:
+                self.epoch += 1
+        if whole_epoch:
+            raise self._empty()
+        return False
+
+    def _empty(self) -> EmptySourceError:
+        return EmptySourceError(
+            f"source {self._spec.name!r} of stream {self.stream!r}: epoch {self.epoch - 1} gave no sample at all; left "
+            f"out: {dict(self.dropped) or 'nothing, it has no records'}. Look at its files, transform, length and overlong "
+            "policy, or remove the source."
+        )
+
+    def _sample_end(self, block: Block) -> int:
+        assert block.samples is not None
+        return block.samples[bisect_right(block.samples, self._next)]
+
+    def _flush(self, block: Block) -> None:
+        if self._next > self._start:
+            self._taken.append(block.pieces[self._start : self._next])
+            self.offset = block.ends[self._next - 1]
+            self._start = self._next
+        self.dropped.update(block.count(self._counted, self.offset))
+        self._counted = self.offset
+
+    def _leave(self, block: Block) -> None:
+        self._flush(block)
+        self._pass(block)
+        self._block = None
+
+    def _pass(self, block: Block) -> None:
+        """Move to the start of the next part; what is left of this one was dropped."""
+        self.dropped.update(block.count(self._counted, block.size))
+        following = self._following(block)
+        if following is None:
+            self.epoch, self.window, self.part = self.epoch + 1, 0, 0
+        else:
+            self.epoch, self.window, self.part = following.epoch, following.window, following.part
+        self.offset = self._counted = 0
+
+    def _following(self, block: Block) -> PartKey | None:
+        """The part behind a block; None behind the last epoch."""
+        key = block.key
+        if not block.last_in_window:
+            return PartKey(key.stream, key.source, key.epoch, key.window, key.part + 1)
+        if key.window + 1 < self._spec.num_windows:
+            return PartKey(key.stream, key.source, key.epoch, key.window + 1, 0)
+        if self._spec.epochs is None or key.epoch + 1 < self._spec.epochs:
+            return PartKey(key.stream, key.source, key.epoch + 1, 0, 0)
+        return None
+
+

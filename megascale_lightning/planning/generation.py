@@ -1,0 +1,180 @@
+"""`Generation`: one opening of a stream, with its clients, its states and the steps planned so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from megascale_lightning.config import StreamSpec
+from megascale_lightning.errors import NotOpenError, StateError
+from megascale_lightning.planning.blocks import BlockStore
+from megascale_lightning.planning.stepping import StepPlanner, initial_state
+from megascale_lightning.types import LoaderState, NotYet, PartKey, PlanWindow, StepPlan
+
+__all__ = ["Generation"]
+
+
+class Generation:
+    """Plans forward from the states that its clients opened it with, and keeps what lies above the lowest watermark.
+
+    A client that comes late, or asks again for what is freed, is served by planning forward once more from the nearest
+    state that is known: the same state gives the same steps.
+    """
+
+    def __init__(self, spec: StreamSpec, name: str, blocks: BlockStore) -> None:
+        self._spec = spec
+        self._name = name
+        self._planner = StepPlanner(spec, blocks)
+        self._states: dict[int, LoaderState] = {}
+        self._plans: dict[int, StepPlan] = {}
+        self.clients: dict[int, int] = {}
+
+    @staticmethod
+    def unknown(stream: str, generation: str) -> NotOpenError:
+        """The error for a generation that nobody has open."""
+        return NotOpenError(f"stream {stream!r}: generation {generation} is not open here; its clients have to open it")
+
+    @property
+    def watermark(self) -> int:
+        """The lowest consumed step of the open clients; -1: none."""
+        return min(self.clients.values(), default=-1)
+
+    @property
+    def num_steps(self) -> int:
+        """Plans that are held."""
+        return len(self._plans)
+
+    def open(self, client: int, state: LoaderState | None) -> None:
+        """Register a client that starts at `state`. Raises: StateError: It contradicts another client's state."""
+        start = initial_state(self._spec) if state is None else state
+        if len(start.sources) != len(self._spec.sources):
+            raise StateError(
+                f"stream {self._spec.name!r}: the state has {len(start.sources)} sources, the config "
+                f"{len(self._spec.sources)}"
+            )
+        known = self._states.get(start.step)
+        if known is not None and known.certificate != start.certificate:
+            raise StateError(
+                f"stream {self._spec.name!r}, step {start.step}: client {client} opens it with certificate "
+                f"{start.certificate.hex()[:16]}, other clients with {known.certificate.hex()[:16]}: the ranks have "
+                "loaded different checkpoints"
+            )
+        self._states.setdefault(start.step, start)
+        self.clients[client] = start.step - 1
+
+    def close(self, client: int) -> None:
+        """A client leaves."""
+        self.clients.pop(client, None)
+
+    def mark(self, marks: Mapping[int, int]) -> bool:
+        """Take note of consumed steps; True if the lowest one moved."""
+        before = self.watermark
+        for client, step in marks.items():
+            if step > self.clients.get(client, step):
+                self.clients[client] = step
+        if self.watermark == before:
+            return False
+        self._forget()
+        return True
+
+    def window(self, first_step: int, count: int) -> PlanWindow | NotYet:
+        """Steps [first_step, first_step + count), as far as the stream goes.
+
+        Raises:
+            NeedBlocks: Parts have to be described first.
+            NotOpenError: No state at or before `first_step` is known.
+        """
+        if not self.clients:
+            raise self.unknown(self._spec.name, self._name)
+        limit = self.watermark + 1 + self._spec.prefetch_steps
+        if first_step > limit:
+            slowest = min(self.clients, key=lambda client: self.clients[client])
+            return NotYet(
+                f"step {first_step} of stream {self._spec.name!r} is further ahead than prefetch_steps="
+                f"{self._spec.prefetch_steps} allows: client {slowest} has consumed step {self.clients[slowest]}"
+            )
+        state = self._state_before(first_step)
+        states, steps = [state], []
+        for step in range(first_step, first_step if state.ended else first_step + count):
+            plan, state = self._advance(step)
+            if plan is None:
+                states[-1] = state
+                break
+            steps.append(plan)
+            states.append(state)
+        return PlanWindow(
+            stream=self._spec.name,
+            generation=self._name,
+            first_step=first_step,
+            steps=tuple(steps),
+            states=tuple(states),
+            watermark=self.watermark,
+        )
+
+    def upcoming(self) -> list[PartKey]:
+        """Parts worth describing now, so that the next steps need not wait for them."""
+        newest = max(self._states)
+        return [] if self._states[newest].ended else self._planner.upcoming(self._states[newest])
+
+    def floor(self) -> Floor:
+        """What the oldest state that is held can still ask for."""
+        return Floor(self._states[min(self._states)])
+
+    def _advance(self, step: int) -> tuple[StepPlan | None, LoaderState]:
+        """The plan of a step and the state after it; (None, ended state) where there is no such step."""
+        before = self._states[step]
+        if step not in self._plans:
+            plan, after = self._planner.plan(before)
+            if plan is None:
+                self._states[step] = after
+                return None, after
+            self._plans[step] = plan
+            self._states[step + 1] = after
+        if self._planner.finite and step + 1 not in self._plans and not self._states[step + 1].ended:
+            # One step of lookahead, so that the last step is known to be the last.
+            self._peek(step + 1)
+        return self._plans[step], self._states[step + 1]
+
+    def _peek(self, step: int) -> None:
+        plan, after = self._planner.plan(self._states[step])
+        if plan is None:
+            self._states[step] = after
+        else:
+            self._plans[step] = plan
+            self._states[step + 1] = after
+
+    def _state_before(self, step: int) -> LoaderState:
+        """The state before a step, planned forward to where it must be."""
+        known = [at for at in self._states if at <= step]
+        if not known:
+            raise self.unknown(self._spec.name, self._name)
+        at = max(known)
+        while at < step and not self._states[at].ended:
+            self._advance(at)
+            at += 1
+        return self._states[min(at, step)]
+
+    def _forget(self) -> None:
+        """Free what lies below the lowest watermark; the state before the first step that is not consumed stays."""
+        keep = self.watermark + 1
+        for step in [step for step in self._plans if step < keep]:
+            del self._plans[step]
+        if keep in self._states:
+            for step in [step for step in self._states if step < keep]:
+                del self._states[step]
+
+
+class Floor:
+    """The parts that a state needs: those at or behind its positions, and those of its carry-over."""
+
+    __slots__ = ("_carried", "_places")
+
+    def __init__(self, state: LoaderState) -> None:
+        self._places = state.sources[["epoch", "window", "part"]].tolist()
+        self._carried = set(np.unique(state.carry[["source", "epoch", "window", "part"]]).tolist())
+
+    def needs(self, key: PartKey) -> bool:
+        """Whether a part may be asked for again."""
+        place = (key.epoch, key.window, key.part)
+        return place >= self._places[key.source] or (key.source, *place) in self._carried

@@ -1,0 +1,226 @@
+"""`RayRuntime`: the roles of a run in Ray actors, created and watched by one process, used by all ranks."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from megascale_lightning.errors import RuntimeFailure
+from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
+from megascale_lightning.runtime.ray_environment import import_settings
+from megascale_lightning.runtime.ray_session import RayAddress, RaySession, check_process
+from megascale_lightning.types import BatchWindow, LoaderState, NotYet
+
+__all__ = ["RayPort", "RayRuntime"]
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 120.0
+_HASTY_S = 0.05
+
+
+class RayRuntime:
+    """The roles of one run, as this process sees them: `start` on one rank, `connect` on the others.
+
+    It is to be closed in the order: other ranks, then the one that started. A runtime that is dropped, or still open
+    when the interpreter ends, closes itself.
+    """
+
+    def __init__(self, session: RaySession, address: RayAddress, supervisor: Any = None) -> None:
+        """Not to be called: use `start` or `connect`."""
+        from megascale_lightning.runtime.ray_handles import RayCaller
+
+        self._pid = os.getpid()
+        self._address = address
+        self._supervisor = supervisor
+        self._caller = RayCaller(address.run, address.namespace, address.restart_timeout)
+        self._finalizer = weakref.finalize(self, _close, self._pid, self._caller, supervisor, session)
+        self._finalizer.atexit = False
+        # After the import of Ray, so that it runs before Ray's own exit hook.
+        atexit.register(self._finalizer)
+
+    @classmethod
+    def start(
+        cls,
+        plan: RuntimePlan,
+        *,
+        address: str | None = None,
+        ray_init: Mapping[str, Any] | None = None,
+        restart_timeout: float = 120.0,
+    ) -> RayRuntime:
+        """Find or start Ray and create all actors; they live as long as this process.
+
+        Args:
+            plan: The roles.
+            address: Ray cluster to join; None uses the initialised one, or RAY_ADDRESS, or starts a local Ray.
+            ray_init: Further keywords of `ray.init`.
+            restart_timeout: Seconds that a role may be away before calls on it fail.
+
+        Raises:
+            ConfigError: A setting is wrong, or Ray was imported too early.
+            RuntimeFailure: Ray or an actor does not start.
+            Exception: Why a role cannot be made.
+        """
+        session = RaySession.start(address, ray_init)
+        supervisor = None
+        try:
+            found = RayAddress(
+                address=session.address,
+                namespace=f"megascale-{plan.run}-{uuid.uuid4().hex[:8]}",
+                run=plan.run,
+                planner=plan.planner.name,
+                constructor=plan.constructor.name,
+                roles=tuple(recipe.name for recipe in plan.recipes()),
+                restart_timeout=restart_timeout,
+                token=session.token,
+                host=session.host,
+            )
+            supervisor = _supervise(plan, found, {} if session.is_local else import_settings())
+            supervisor.start(_START_TIMEOUT_S)
+        except BaseException:
+            if supervisor is not None:
+                supervisor.stop(1.0)
+            session.release()
+            raise
+        return cls(session, found, supervisor)
+
+    @classmethod
+    def connect(cls, address: RayAddress) -> RayRuntime:
+        """Use the roles that another process started.
+
+        Raises:
+            RayUnreachableError: Its Ray does not answer, or refuses the token.
+            RuntimeFailure: This process cannot reach it.
+        """
+        return cls(RaySession.join(address), address)
+
+    def address(self) -> RayAddress:
+        """What the other ranks need to `connect`; holds a secret."""
+        return self._address
+
+    def port(self) -> RayPort:
+        """A port of this process."""
+        check_process(self._pid)
+        return RayPort(self._caller, self._address)
+
+    def stats(self) -> dict[str, Any]:
+        """Role name -> its counters, and on the process that started it, how often it died."""
+        check_process(self._pid)
+        if not self._finalizer.alive:
+            raise RuntimeFailure("the runtime is closed")
+        deaths = self._supervisor.stats() if self._supervisor is not None else {}
+        return {name: {**self._caller.ask(name, "stats"), **deaths.get(name, {})} for name in self._address.roles}
+
+    def close(self) -> None:
+        """Leave; the process that started the run ends its actors, and the Ray that was started for it."""
+        atexit.unregister(self._finalizer)
+        self._finalizer()
+
+
+class RayPort:
+    """The `BatchPort` of a `RayRuntime`: calls the actors directly. Thread-safe; refuses to work after a fork."""
+
+    def __init__(self, caller: Any, address: RayAddress) -> None:
+        self._pid = os.getpid()
+        self._caller = caller
+        self._planner, self._constructor = address.planner, address.constructor
+
+    def open(self, stream: str, generation: str, client: int, state: LoaderState | None) -> None:
+        """See `BatchPort.open`."""
+        check_process(self._pid)
+        self._caller(self._planner, "open", (stream, generation, client, state))
+
+    def fetch(
+        self, stream: str, generation: str, group: int, client: int, first_step: int, consumed: int
+    ) -> BatchWindow | NotYet:
+        """See `BatchPort.fetch`. The arrays lie in the node's shared memory: read-only, freed when dropped."""
+        check_process(self._pid)
+        begun = time.monotonic()
+        args = (stream, generation, group, client, first_step, consumed)
+        answer: BatchWindow | NotYet = self._caller.ask(self._constructor, "fetch", args, 1.0)
+        if isinstance(answer, NotYet) and time.monotonic() - begun < _HASTY_S:
+            time.sleep(_HASTY_S)  # a role that has no room for the request: do not spin
+        return answer
+
+    def consumed(self, stream: str, generation: str, client: int, step: int) -> None:
+        """See `BatchPort.consumed`."""
+        check_process(self._pid)
+        self._caller.tell(self._constructor, "consumed", stream, generation, client, step)
+
+    def close(self, stream: str, generation: str, client: int) -> None:
+        """See `BatchPort.close`. A role that is away has forgotten the client by itself."""
+        check_process(self._pid)
+        for target in (self._constructor, self._planner):
+            try:
+                self._caller(target, "close", (stream, generation, client))
+            except RuntimeFailure as error:
+                logger.debug("client %d could not be taken out of %s at %s: %s", client, stream, target, error)
+
+
+def _supervise(plan: RuntimePlan, address: RayAddress, imports: Mapping[str, str]) -> Any:
+    """The supervisor of the roles. `imports`: variables that their processes need to import this package."""
+    import ray
+    from ray import cloudpickle
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from megascale_lightning.runtime import ray_actors
+    from megascale_lightning.runtime.supervisor import Supervisor
+
+    wiring = ray_actors.Wiring(
+        run=address.run,
+        namespace=address.namespace,
+        restart_timeout=address.restart_timeout,
+        sys_path=tuple(os.path.abspath(entry) for entry in sys.path),
+    )
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    loader = ray_actors.actor_class(ray_actors.LoaderActor)
+    classes: dict[str, tuple[Any, Any]] = {recipe.name: (loader, "SPREAD") for recipe in plan.loaders}
+    classes[plan.planner.name] = (ray_actors.actor_class(ray_actors.PlannerActor), here)
+    classes[plan.constructor.name] = (ray_actors.actor_class(ray_actors.ConstructorActor), here)
+    dumps: Any = cloudpickle.dumps
+    recipes = {recipe.name: _pickled(recipe, dumps) for recipe in plan.recipes()}
+
+    def spawn(name: str, failure: Exception | None) -> Any:
+        actor, where = classes[name]
+        options = actor.options(
+            name=f"{address.run}/{name}",
+            namespace=address.namespace,
+            lifetime="non_detached",
+            num_cpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=where,
+            enable_task_events=False,
+            **({"runtime_env": {"env_vars": dict(imports)}} if imports else {}),
+        )
+        return options.remote(name, dumps(failure) if failure else recipes[name], wiring)
+
+    return Supervisor(address.roles, spawn)
+
+
+def _pickled(recipe: RoleRecipe, dumps: Any) -> bytes:
+    try:
+        data: bytes = dumps(recipe)
+    except Exception as error:
+        raise RuntimeFailure(
+            f"role {recipe.name!r} cannot be sent to its process: {type(error).__name__}: {error}. A transform, a "
+            "length function or a dataset holds something that does not pickle (a lock, an open file, a connection): "
+            "make it where it is used, or set runtime='local'"
+        ) from error
+    return data
+
+
+def _close(pid: int, caller: Any, supervisor: Any, session: RaySession) -> None:
+    if os.getpid() != pid:
+        return  # a forked child must not end its parent's actors
+    caller.stop()
+    if supervisor is not None:
+        supervisor.stop()
+    session.release()

@@ -1,0 +1,327 @@
+"""This process's connection to Ray: found, joined or started; shared by all runs of the process; ended only if ours."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from megascale_lightning.errors import ConfigError, ForkError, MegaScaleWarning, RayUnreachableError, RuntimeFailure
+from megascale_lightning.runtime.ray_environment import (
+    EMBEDDED_SETTINGS,
+    RayEnvironment,
+    available_cpus,
+    import_settings,
+    process_token,
+    token_settings,
+)
+
+__all__ = ["RayAddress", "RaySession", "check_process"]
+
+logger = logging.getLogger(__name__)
+
+_START_ONLY: Final = frozenset(
+    {
+        *("num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "include_dashboard", "dashboard_host"),
+        *(
+            "dashboard_port",
+            "object_spilling_directory",
+            "enable_resource_isolation",
+            "cgroup_path",
+            "system_reserved_cpu",
+        ),
+        *("system_reserved_memory", "_system_config", "_temp_dir", "_plasma_directory", "_object_spilling_directory"),
+        *("_enable_object_reconstruction", "_node_name", "_memory", "_redis_max_memory", "_metrics_export_port"),
+        *("_driver_object_store_memory", "_tracing_startup_hook", "_node_ip_address"),
+    }
+)
+"""Keywords of `ray.init` that mean something only to whoever starts a cluster."""
+
+_OURS: Final = {
+    "address": "set ray_address instead",
+    "namespace": "each run has its own",
+    "ignore_reinit_error": "an initialised Ray is used as it is",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayAddress:
+    """Where the roles of a run are: picklable, to be handed to the other ranks. Holds a secret, the `token`."""
+
+    address: str
+    """host:port of the Ray cluster."""
+    namespace: str
+    """Ray namespace of the run's actors."""
+    run: str
+    planner: str
+    constructor: str
+    roles: tuple[str, ...]
+    restart_timeout: float
+    """Seconds."""
+    token: str | None = field(repr=False)
+    """None: the cluster has none, or every process finds it by itself."""
+    host: str
+    """Name of the machine that Ray was started on for this run; "" for a cluster that was joined."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    pid: int
+    address: str
+    token: str | None
+    host: str
+    initialised_by_us: bool
+    environment: RayEnvironment
+    users: int = 0
+
+
+_lock = threading.RLock()
+_connection: _Connection | None = None
+
+
+class RaySession:
+    """One user of this process's connection; the last one that we made the connection for ends it."""
+
+    def __init__(self, connection: _Connection) -> None:
+        connection.users += 1
+        self._connection = connection
+        self._released = False
+
+    @classmethod
+    def start(cls, address: str | None, ray_init: Mapping[str, Any] | None) -> RaySession:
+        """Use the initialised Ray, else join `address` (or RAY_ADDRESS), else start a local one.
+
+        Raises:
+            ConfigError: `ray_init` has keys that are not the user's, or Ray was imported too early.
+            RayUnreachableError: The cluster does not answer.
+        """
+        options = dict(ray_init or {})
+        wrong = [f"{key!r} ({_OURS[key]})" for key in sorted(_OURS.keys() & options.keys())]
+        if wrong:
+            raise ConfigError(f"ray_init may not hold {', '.join(wrong)}")
+        address = address or os.environ.get("RAY_ADDRESS") or None
+        if address is not None and address.startswith("ray://"):
+            raise ConfigError(
+                f"ray_address {address!r} is a Ray Client address: batches would be copied through one proxy. Run the "
+                "trainer on a node of the cluster and give host:port, or 'auto'"
+            )
+        with _lock:
+            connection = _existing(address)
+            if connection is None:
+                if address is None or address == "local":
+                    connection = _start_local(options)
+                else:
+                    connection = _join(address, None, "", options)
+            elif options:
+                _warn(f"ray_init {sorted(options)} has no effect: Ray is initialised already")
+            return cls(_remember(connection))
+
+    @classmethod
+    def join(cls, address: RayAddress) -> RaySession:
+        """Connect to the Ray that another rank runs its roles in.
+
+        Raises:
+            RayUnreachableError: It does not answer, or the token is not its own.
+            RuntimeFailure: This process is connected to another Ray.
+        """
+        here = socket.gethostname()
+        if address.host and address.host != here:
+            raise RuntimeFailure(
+                f"the run's local Ray listens on machine {address.host!r} alone, and this rank runs on {here!r}. For "
+                "several machines start Ray on each of them (`ray start`) and set ray_address or RAY_ADDRESS"
+            )
+        with _lock:
+            connection = _existing(None)
+            if connection is None:
+                connection = _join(address.address, address.token, address.host, {})
+            elif connection.address != address.address:
+                raise RuntimeFailure(
+                    f"this process is connected to the Ray at {connection.address}, the run's roles are in the one at "
+                    f"{address.address}: call ray.shutdown() first, or start the run in this process"
+                )
+            return cls(_remember(connection))
+
+    @property
+    def address(self) -> str:
+        """host:port of the cluster."""
+        return self._connection.address
+
+    @property
+    def token(self) -> str | None:
+        """What another process needs to connect, a secret; None where we know of none."""
+        return self._connection.token
+
+    @property
+    def host(self) -> str:
+        """Name of this machine where the Ray is local and ours, else ""."""
+        return self._connection.host
+
+    @property
+    def is_local(self) -> bool:
+        """The Ray was started by this process for its runs."""
+        return bool(self._connection.host) and self._connection.initialised_by_us
+
+    def release(self) -> None:
+        """Leave; the last one disconnects, and ends a Ray that we started. A second call does nothing."""
+        global _connection
+        with _lock:
+            if self._released or self._connection.pid != os.getpid():
+                return
+            self._released = True
+            self._connection.users -= 1
+            if self._connection.users or self._connection is not _connection:
+                return
+            _connection = None
+            if self._connection.initialised_by_us:
+                _shutdown()
+                self._connection.environment.restore()
+
+
+def check_process(pid: int) -> None:
+    """Raise `ForkError` in a process forked after `pid` made the handle."""
+    if os.getpid() != pid:
+        raise ForkError(
+            f"this loader belongs to process {pid} and was used in process {os.getpid()}, forked from it, where Ray "
+            "does not work (calls would hang). Do not put the loader into a DataLoader with num_workers > 0 and do not "
+            "fork while iterating: iterate it directly, its reading is parallel already"
+        )
+
+
+def _existing(wanted: str | None) -> _Connection | None:
+    """The connection there is, ours or the user's; None where Ray is not initialised here."""
+    if _connection is not None and _connection.pid != os.getpid():
+        check_process(_connection.pid)
+    if "ray" not in sys.modules:
+        return None
+    import ray
+
+    if not ray.is_initialized():
+        return None
+    if _connection is not None:
+        return _connection
+    client: Any = ray.util.client.ray
+    if client.is_connected():
+        raise ConfigError("this process uses Ray Client (ray://): run the trainer on a node of the cluster instead")
+    address = ray.get_runtime_context().gcs_address
+    if wanted not in (None, "auto", "local", address):
+        _warn(f"ray_address {wanted!r} has no effect: Ray is initialised already, at {address}")
+    return _Connection(os.getpid(), address, os.environ.get("RAY_AUTH_TOKEN"), "", False, RayEnvironment())
+
+
+def _remember(connection: _Connection) -> _Connection:
+    global _connection
+    if connection.initialised_by_us:
+        _connection = connection
+    return connection
+
+
+def _start_local(options: dict[str, Any]) -> _Connection:
+    environment = RayEnvironment()
+    environment.set(EMBEDDED_SETTINGS)
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        environment.set(token_settings(os.environ.get("RAY_AUTH_TOKEN") or process_token()))
+    settings = {"num_cpus": available_cpus(), "num_gpus": 0, "include_dashboard": False, **_temp_dir(), **options}
+    imports = RayEnvironment()
+    imports.set(import_settings(), override=True)
+    try:
+        address = _init(address="local", **settings)
+    except BaseException:
+        environment.restore()
+        raise
+    finally:
+        imports.restore()
+    logger.info("started a local Ray at %s", address)
+    return _Connection(os.getpid(), address, os.environ.get("RAY_AUTH_TOKEN"), socket.gethostname(), True, environment)
+
+
+def _join(address: str, token: str | None, host: str, options: dict[str, Any]) -> _Connection:
+    dropped = sorted(_START_ONLY & options.keys())
+    if dropped:
+        _warn(f"ray_init {dropped} has no effect: the Ray at {address} is running already")
+    environment = RayEnvironment()
+    if host:
+        environment.set(EMBEDDED_SETTINGS)
+    if token is not None:
+        environment.set(token_settings(token), override=True)
+    try:
+        found = _init(address=address, **{key: value for key, value in options.items() if key not in _START_ONLY})
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        environment.restore()
+        raise RayUnreachableError(_cannot_join(address, token, error)) from error
+    except BaseException:
+        environment.restore()
+        raise
+    return _Connection(os.getpid(), found, os.environ.get("RAY_AUTH_TOKEN"), host, True, environment)
+
+
+def _cannot_join(address: str, token: str | None, error: BaseException) -> str:
+    said = str(error).strip().splitlines() or [repr(error)]
+    known = (
+        "with the run's token"
+        if token is not None
+        else f"with RAY_AUTH_MODE={os.environ.get('RAY_AUTH_MODE', '(unset)')}"
+    )
+    return (
+        f"cannot connect to the Ray at {address} ({known}): {said[0]}. Check that it runs, that this machine runs a "
+        "node of it, that the versions of Ray and Python are the same, and that the token is its own "
+        "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or ~/.ray/auth_token)"
+    )
+
+
+def _init(**settings: Any) -> str:
+    """`ray.init` that leaves SIGTERM as it was; the cluster's address."""
+    import ray
+
+    defaults = {"namespace": "megascale_lightning", "log_to_driver": False, "configure_logging": False}
+    with _sigterm_kept():
+        ray.init(**{**defaults, **settings})
+    address: str = ray.get_runtime_context().gcs_address
+    return address
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    # ray.init replaces the handler, and with it Lightning's, which writes a checkpoint.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _temp_dir() -> dict[str, str]:
+    """A folder of our own where the usual one belongs to somebody else."""
+    usual = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+    if "RAY_TMPDIR" in os.environ or not usual.exists() or os.access(usual, os.W_OK):
+        return {}
+    return {"_temp_dir": f"{usual}-{os.getuid()}"}
+
+
+def _shutdown() -> None:
+    import ray
+
+    if not ray.is_initialized():
+        return
+    if "wait_for_processes" in inspect.signature(ray.shutdown).parameters:
+        ray.shutdown(wait_for_processes=True)
+    else:
+        ray.shutdown()
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, MegaScaleWarning, stacklevel=4)

@@ -1,0 +1,1 @@
+"""How sources are spread over loaders."""

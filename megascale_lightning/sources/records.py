@@ -1,0 +1,52 @@
+"""`RecordBlock`: consecutive records of one unit, as a reader hands them to the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["RecordBlock", "SourceReader"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordBlock:
+    """Records [row_start, row_start + num_rows) of a unit: an Arrow table, or one object per record."""
+
+    unit: int
+    row_start: int
+    num_rows: int
+    table: pa.Table | None = None
+    """Where the format is columnar."""
+    objects: Sequence[Any] | None = None
+    """Otherwise; None at a failed record."""
+    lazy: bool = False
+    """Indexing `objects` runs the user's code."""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """Index in the block -> what is wrong with the record, its place not included unless finer than (unit, row)."""
+
+    def samples(self) -> Sequence[Any]:
+        """One mapping per record: numpy arrays for lists of numbers, python objects for the rest."""
+        if self.objects is not None:
+            return self.objects
+        from megascale_lightning.sources.arrow import table_rows
+
+        assert self.table is not None
+        return table_rows(self.table)
+
+
+class SourceReader(Protocol):
+    """Reads records of one source. Safe to call from several threads."""
+
+    def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
+        """Records [row_start, row_stop) of a unit; row_stop -1 is its end.
+
+        Raises:
+            DataError: The unit cannot be read, or lacks a column; names source, file and unit.
+        """
+
+    def close(self) -> None:
+        """Let go of files."""

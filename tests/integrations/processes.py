@@ -1,0 +1,111 @@
+"""Runs the training script as a user would, and looks for what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Finished", "left_behind", "read_log", "train"]
+
+SCRIPT = Path(__file__).with_name("scripts") / "train.py"
+MARK = "MEGASCALE_TEST_RUN"
+
+
+class Finished:
+    """A program that has ended: its exit code, its output, and the mark that its processes carry."""
+
+    def __init__(self, code: int, output: str, mark: str, shared_memory: set[str]) -> None:
+        self.code, self.output, self.mark, self.shared_memory = code, output, mark, shared_memory
+
+
+def train(corpus: Path, out: Path, *arguments: Any, timeout_s: float = 150.0, check: bool = True) -> Finished:
+    """Run the script to its end; kill all of it after `timeout_s`."""
+    mark = uuid.uuid4().hex
+    environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "PYTEST_CURRENT_TEST"):
+        environment.pop(name, None)
+    before = shared_memory_files()
+    command = [sys.executable, str(SCRIPT), "--corpus", str(corpus), "--out", str(out), *map(str, arguments)]
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "output.txt"
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise AssertionError(f"not done after {timeout_s} s:\n{log.read_text()[-6000:]}") from None
+    finished = Finished(code, log.read_text(), mark, before)
+    if check:
+        assert code == 0, finished.output[-6000:]
+    return finished
+
+
+def read_log(folder: Path, num_ranks: int = 1) -> list[list[dict[str, Any]]]:
+    """The lines of each rank."""
+    return [
+        [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
+        for rank in range(num_ranks)
+    ]
+
+
+def steps_of(log: list[list[dict[str, Any]]]) -> dict[int, list[Any]]:
+    """Step -> its rows over all ranks and microbatches, as sorted (ids, tokens)."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    for lines in log:
+        for line in lines:
+            if "microbatch" in line:
+                found[line["step"]] += zip(line["ids"], line["tokens"], strict=True)
+    return {step: sorted(rows) for step, rows in found.items()}
+
+
+def left_behind(finished: Finished, *, within_s: float = 10.0) -> list[str]:
+    """What of a run is still there after `within_s`: processes, and files in shared memory that nobody has open."""
+    deadline = time.monotonic() + within_s
+    while True:
+        found = marked_processes(finished.mark)
+        new = shared_memory_files() - finished.shared_memory
+        if new:
+            found += sorted(new - opened_files())
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
+
+
+def marked_processes(mark: str) -> list[str]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found.append(
+                    f"{folder.name}: {(folder / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:150]}"
+                )
+        except OSError:
+            continue
+    return found
+
+
+def shared_memory_files() -> set[str]:
+    return {entry.path for entry in os.scandir("/dev/shm")}
+
+
+def opened_files() -> set[str]:
+    """Files in shared memory that a living process has mapped: those of others."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            found |= {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+        except (OSError, IndexError):
+            continue
+    return found

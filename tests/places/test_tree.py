@@ -1,0 +1,214 @@
+"""Every rank has one place, read from the layout it was given."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale_lightning import ClientPlaceTree, ConfigError
+from megascale_lightning.places import AXES, Place
+
+SIZES = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES})
+
+
+def mesh_of(ranks: Any, names: tuple[str, ...] | None) -> Any:
+    return SimpleNamespace(mesh=np.asarray(ranks), mesh_dim_names=names)
+
+
+class TestFromSizes:
+    def test_tp_is_fastest(self):
+        tree = ClientPlaceTree.from_sizes(pp=2, dp=3, cp=2, tp=2)
+        assert tree.world_size == 24
+        assert tree.place(0) == Place()
+        assert tree.place(1) == Place(tp=1)
+        assert tree.place(2) == Place(cp=1)
+        assert tree.place(4) == Place(dp=1)
+        assert tree.place(12) == Place(pp=1)
+        assert tree.place(23) == Place(pp=1, dp=2, cp=1, tp=1)
+
+    def test_one_rank(self):
+        tree = ClientPlaceTree.from_sizes()
+        assert (tree.world_size, tree.num_groups, tree.ranks) == (1, 1, (0,))
+        assert tree.place(0) == Place(0, 0, 0, 0)
+
+    @pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", None])
+    def test_wrong_sizes_are_named(self, size: Any):
+        with pytest.raises(ConfigError, match="'dp'"):
+            ClientPlaceTree.from_sizes(dp=size)
+
+    @given(SIZES)
+    def test_places_and_groups_fit_together(self, sizes: dict[str, int]):
+        tree = ClientPlaceTree.from_sizes(**sizes)
+        places = {rank: tree.place(rank) for rank in tree.ranks}
+        assert len(set(places.values())) == tree.world_size == np.prod(list(sizes.values()))
+        for axis in AXES:
+            others = [name for name in AXES if name != axis]
+            for rank, place in places.items():
+                expected = [
+                    other for other in tree.ranks if all(getattr(places[other], n) == getattr(place, n) for n in others)
+                ]
+                assert sorted(tree.group(rank, axis)) == expected
+                assert tree.group(rank, axis)[getattr(place, axis)] == rank
+                assert tree.size(axis) == len(expected)
+
+
+class TestFromRanks:
+    def test_layout_is_read_not_computed(self):
+        tree = ClientPlaceTree.from_ranks([[3, 1], [0, 2]], axes=("dp", "tp"))
+        assert tree.place(3) == Place(dp=0, tp=0)
+        assert tree.place(1) == Place(dp=0, tp=1)
+        assert tree.place(0) == Place(dp=1, tp=0)
+        assert tree.group(2, "tp") == (0, 2)
+        assert tree.group(2, "dp") == (1, 2)
+
+    def test_dimensions_may_stand_in_any_order(self):
+        ranks = np.arange(6).reshape(2, 3)
+        assert ClientPlaceTree.from_ranks(ranks, ("tp", "dp")) == ClientPlaceTree.from_ranks(ranks.T, ("dp", "tp"))
+
+    def test_replicated_and_sharded_data_parallelism_fold_outer_first(self):
+        ranks = np.arange(12).reshape(2, 3, 2)
+        tree = ClientPlaceTree.from_ranks(ranks, ("dp_replicate", "dp_shard", "tp"))
+        assert (tree.size("dp"), tree.size("tp")) == (6, 2)
+        assert [tree.data_group(rank) for rank in range(12)] == [rank // 2 for rank in range(12)]
+
+    def test_folding_keeps_apart_dimensions_with_another_between(self):
+        """dp_replicate x cp x dp_shard: rank 0 and 2 differ in dp only, though cp lies between in the mesh."""
+        ranks = np.arange(8).reshape(2, 2, 2)
+        tree = ClientPlaceTree.from_ranks(ranks, ("dp_replicate", "cp", "dp_shard"))
+        assert [tree.data_group(rank) for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
+        assert tree.group(0, "cp") == (0, 2)
+
+    def test_ranks_need_not_be_dense(self):
+        tree = ClientPlaceTree.from_ranks([4, 6, 8], ("dp",))
+        assert tree.ranks == (4, 6, 8)
+        assert tree.data_group(8) == 2
+
+    @pytest.mark.parametrize(
+        ("ranks", "axes", "message"),
+        [
+            ([[0, 1], [2, 3]], ("dp",), "need 2 axis names, not 1"),
+            ([0, 1], ("experts",), "unknown axis 'experts'"),
+            ([0, 0], ("dp",), "one place"),
+            ([0, -1], ("dp",), "at least 0"),
+            ([0.0, 1.0], ("dp",), "whole numbers"),
+            (np.zeros((0,), int), ("dp",), "at least one rank"),
+            ([[0, 1], [2]], ("dp", "tp"), "one length"),
+        ],
+    )
+    def test_wrong_layouts_say_what_is_wrong(self, ranks: Any, axes: tuple[str, ...], message: str):
+        with pytest.raises(ConfigError, match=message):
+            ClientPlaceTree.from_ranks(ranks, axes)
+
+
+class TestFromDeviceMesh:
+    def test_names_of_the_mesh(self):
+        tree = ClientPlaceTree.from_device_mesh(mesh_of([[0, 1], [2, 3]], ("data_parallel", "tensor_parallel")))
+        assert tree == ClientPlaceTree.from_sizes(dp=2, tp=2)
+
+    def test_given_names_go_before_the_mesh_s_own(self):
+        tree = ClientPlaceTree.from_device_mesh(
+            mesh_of([[0, 1], [2, 3]], ("a", "b")), axes=("dp_replicate", "dp_shard")
+        )
+        assert tree == ClientPlaceTree.from_sizes(dp=4)
+
+    def test_a_mesh_without_names_needs_them(self):
+        with pytest.raises(ConfigError, match=r"shape \(2, 2\) has no axis names; pass axes="):
+            ClientPlaceTree.from_device_mesh(mesh_of([[0, 1], [2, 3]], None))
+
+    def test_a_real_mesh(self):
+        """Built without a process group, as far as torch allows: only `mesh` and `mesh_dim_names` are looked at."""
+        torch = pytest.importorskip("torch")
+        mesh = SimpleNamespace(mesh=torch.arange(8).view(2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
+        assert ClientPlaceTree.from_device_mesh(mesh) == ClientPlaceTree.from_sizes(pp=2, dp=2, tp=2)
+
+
+class TestFetchers:
+    tree = ClientPlaceTree.from_sizes(pp=2, dp=2, cp=2, tp=2)
+
+    def test_all_fetch_unless_broadcast(self):
+        assert self.tree.fetchers() == self.tree.ranks
+
+    def test_one_of_each_broadcast_group_fetches(self):
+        assert self.tree.fetchers("tensor_parallel") == tuple(range(0, 16, 2))
+        assert self.tree.fetchers(("tp", "cp")) == (0, 4, 8, 12)
+        assert self.tree.fetchers(["pp", "cp", "tp"]) == (0, 4)
+
+    def test_every_rank_has_one_fetcher_in_its_group(self):
+        fetchers = set(self.tree.fetchers("cp"))
+        assert all(len(fetchers & set(self.tree.group(rank, "cp"))) == 1 for rank in self.tree.ranks)
+
+    def test_data_parallel_ranks_do_not_share(self):
+        with pytest.raises(ConfigError, match="along dp"):
+            self.tree.fetchers(("tp", "fsdp"))
+
+
+class TestValue:
+    def test_equal_by_layout(self):
+        tree = ClientPlaceTree.from_sizes(dp=2, tp=2)
+        assert tree == ClientPlaceTree.from_ranks([[0, 1], [2, 3]], ("dp", "tp"))
+        assert hash(tree) == hash(ClientPlaceTree.from_ranks([[0, 1], [2, 3]], ("dp", "tp")))
+        assert tree != ClientPlaceTree.from_ranks([[0, 2], [1, 3]], ("dp", "tp"))
+        assert tree != ClientPlaceTree.from_sizes(dp=4)
+        assert tree != "tree"
+
+    def test_survives_pickling(self):
+        tree = ClientPlaceTree.from_ranks([[3, 1], [0, 2]], ("dp", "tp"))
+        again = pickle.loads(pickle.dumps(tree))
+        assert again == tree
+        assert again.place(2) == Place(dp=1, tp=1)
+        assert not again.grid.flags.writeable
+
+    def test_cannot_be_changed(self):
+        given_ranks = np.arange(4)
+        tree = ClientPlaceTree.from_ranks(given_ranks, ("dp",))
+        given_ranks[:] = 0
+        assert tree.ranks == (0, 1, 2, 3)
+        with pytest.raises(ValueError, match="read-only"):
+            tree.grid[0, 0, 0, 0] = 7
+        with pytest.raises(AttributeError):
+            tree.grid = given_ranks  # type: ignore[misc]
+
+    def test_unknown_ranks_are_refused(self):
+        tree = ClientPlaceTree.from_sizes(dp=3)
+        for ask in (tree.place, tree.data_group, lambda rank: tree.group(rank, "dp")):
+            with pytest.raises(ConfigError, match=r"rank 3 has no place; the tree holds 3 ranks: 0-2"):
+                ask(3)
+
+    def test_numpy_ranks_are_welcome(self):
+        place = ClientPlaceTree.from_sizes(dp=4).place(np.int64(2))
+        assert place == Place(dp=2)
+        assert type(place.dp) is int
+
+
+class TestDrawing:
+    def test_axes_of_size_one_are_left_out(self):
+        assert str(ClientPlaceTree.from_sizes(dp=2, tp=4)) == (
+            "ClientPlaceTree: 8 ranks = dp 2 x tp 4\n├── dp 0, tp 0-3: ranks 0-3\n└── dp 1, tp 0-3: ranks 4-7"
+        )
+
+    def test_nesting(self):
+        assert str(ClientPlaceTree.from_sizes(pp=2, dp=2, tp=2)).splitlines() == [
+            "ClientPlaceTree: 8 ranks = pp 2 x dp 2 x tp 2",
+            "├── pp 0",
+            "│   ├── dp 0, tp 0-1: ranks 0 1",
+            "│   └── dp 1, tp 0-1: ranks 2 3",
+            "└── pp 1",
+            "    ├── dp 0, tp 0-1: ranks 4 5",
+            "    └── dp 1, tp 0-1: ranks 6 7",
+        ]
+
+    def test_one_rank(self):
+        assert str(ClientPlaceTree.from_sizes()) == "ClientPlaceTree: 1 rank = dp 1\n└── dp 0: rank 0"
+
+    def test_long_trees_are_cut(self):
+        lines = str(ClientPlaceTree.from_sizes(dp=1000, tp=8)).splitlines()
+        assert len(lines) < 60
+        assert lines[-1] == "... 953 more lines"
+        scattered = ClientPlaceTree.from_ranks(np.random.default_rng(0).permutation(1000), ("dp",))
+        assert len(str(scattered)) < 250

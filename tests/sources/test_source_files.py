@@ -1,0 +1,86 @@
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megascale_lightning.errors import ConfigError, DataError, EmptySourceError
+from megascale_lightning.sources import Source, build_manifest
+from megascale_lightning.sources.files import expand_braces, find_files, open_file
+
+
+def names(infos):
+    return [os.path.basename(info.path) for info in infos]
+
+
+@pytest.fixture
+def shards(tmp_path):
+    for name in ("s-000", "s-001", "s-002", "t-0"):
+        (tmp_path / f"{name}.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    return tmp_path
+
+
+def test_braces_are_written_out_in_order():
+    assert expand_braces("{000..002}") == ["000", "001", "002"]
+    assert expand_braces("{8..11}") == ["8", "9", "10", "11"]
+    assert expand_braces("a{x,y{1,2}}b") == ["axb", "ay1b", "ay2b"]
+    assert expand_braces("plain{x}") == ["plain{x}"]
+    assert len(expand_braces("{000..127}.tar")) == 128
+
+
+def test_globs_lists_and_braces_give_each_file_once_in_list_order(shards):
+    assert names(find_files("s", str(shards / "s-*.jsonl"))) == ["s-000.jsonl", "s-001.jsonl", "s-002.jsonl"]
+    assert names(find_files("s", shards / "s-{001..002}.jsonl")) == ["s-001.jsonl", "s-002.jsonl"]
+    nested = [str(shards / "t-*"), [str(shards / "s-{000,001}.jsonl"), str(shards / "*.jsonl")]]
+    assert names(find_files("s", nested)) == ["t-0.jsonl", "s-000.jsonl", "s-001.jsonl", "s-002.jsonl"]
+
+
+def test_what_matches_nothing_is_named(shards):
+    with pytest.raises(ConfigError, match=r"source 'web'.*s-003\.jsonl.*pattern"):
+        find_files("web", str(shards / "s-{002..003}.jsonl"))
+    with pytest.raises(ConfigError, match="is a directory"):
+        find_files("web", str(shards))
+    with pytest.raises(ConfigError, match="names no file"):
+        find_files("web", [])
+
+
+def test_a_url_is_read_through_fsspec():
+    fsspec = pytest.importorskip("fsspec")
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/urls/a.jsonl", b'{"input_ids": [1]}\n')
+    fs.pipe("/urls/b.jsonl", b'{"input_ids": [2]}\n')
+    manifest = build_manifest(Source("m", "memory://urls/*.jsonl"))
+    assert [info.size for info in manifest.files] == [19, 19]
+    with open_file(manifest.files[1]) as stream:
+        assert b"[2]" in stream.read()
+    with pytest.raises(ConfigError, match="no file matches"):
+        find_files("m", "memory://urls/none-*.jsonl")
+
+
+def test_a_changed_file_is_refused(shards):
+    info = find_files("s", str(shards / "t-0.jsonl"))[0]
+    (shards / "t-0.jsonl").write_text("longer than before, by far\n")
+    with pytest.raises(DataError, match="had 22 when the run began"):
+        open_file(info)
+
+
+def test_manifest_digest_follows_content_not_place(shards, tmp_path_factory):
+    first = build_manifest(Source("s", str(shards / "s-*.jsonl")))
+    other = tmp_path_factory.mktemp("moved")
+    for info in first.files:
+        (other / os.path.basename(info.path)).write_bytes(Path(info.path).read_bytes())
+    assert build_manifest(Source("s", str(other / "*.jsonl"))).digest() == first.digest()
+    assert build_manifest(Source("s", str(shards / "*.jsonl"))).digest() != first.digest()
+    again = pickle.loads(pickle.dumps(first))
+    assert again.digest() == first.digest()
+    assert np.array_equal(again.units, first.units)
+
+
+def test_unknown_formats_and_empty_sources_are_errors(tmp_path):
+    (tmp_path / "a.csv").write_text("1")
+    with pytest.raises(ConfigError, match="format"):
+        build_manifest(Source("s", str(tmp_path / "a.csv")))
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(EmptySourceError, match="'s'"):
+        build_manifest(Source("s", str(tmp_path / "a.jsonl")))
