@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Summary", "machine", "summarise"]
 
-PACKAGES = ("megascale-lightning", "torch", "torchdata", "ray", "pyarrow", "numpy")
+PACKAGES = ("torch", "torchdata", "ray", "pyarrow", "numpy")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ def summarise(rounds: dict[str, list[dict[str, float]]], **about: Any) -> Summar
 
 def versions() -> dict[str, str]:
     """What was measured."""
-    found = {"python": platform.python_version()}
+    from megascale_lightning import __version__
+
+    found = {"python": platform.python_version(), "megascale-lightning": __version__}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

@@ -15,6 +15,7 @@ from megascale_lightning.loading.loader import LoadedSource, SourceLoader
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.planner import Planner
 from megascale_lightning.planning.strategies import Balanced, Strategy
+from megascale_lightning.runtime.pickling import dump
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
 from megascale_lightning.scaling.assignment import SlotAssignment
 from megascale_lightning.sources.manifest import Manifest, build_manifest
@@ -46,9 +47,13 @@ def read_manifests(config: LoaderConfig) -> Manifests:
     """Read the file lists of every source once.
 
     Raises:
-        ConfigError: Files are missing or unreadable.
+        ConfigError: Files are missing or unreadable, or a dataset cannot be sent to the loaders' processes.
     """
-    return {stream: tuple(build_manifest(source) for source in sources) for stream, sources in config.streams().items()}
+    portable = config.runtime != "local"
+    return {
+        stream: tuple(build_manifest(source, portable=portable, dump=dump) for source in sources)
+        for stream, sources in config.streams().items()
+    }
 
 
 def survey(config: LoaderConfig, manifests: Manifests) -> Survey:

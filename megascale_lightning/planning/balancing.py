@@ -52,11 +52,11 @@ def lower_bound(costs: FloatArray, num_bins: int) -> float:
     if costs.size == 0:
         return 0.0
     ordered = np.sort(costs)[::-1]
-    bound = max(float(ordered.sum()) / num_bins, float(ordered[0]))
-    for size in range(1, (costs.size - 1) // num_bins + 1):
-        top = size * num_bins
-        bound = max(bound, float(ordered[top - size : top + 1].sum()))
-    return bound
+    totals = np.concatenate([[0.0], np.cumsum(ordered)])
+    sizes = np.arange(1, (costs.size - 1) // num_bins + 1)
+    tops = sizes * num_bins
+    crowded = totals[tops + 1] - totals[tops - sizes]
+    return max(float(totals[-1]) / num_bins, float(ordered[0]), float(crowded.max(initial=0.0)))
 
 
 def _repair(costs: FloatArray, bins: IntArray) -> IntArray:

@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,8 @@ _START_ONLY: Final = frozenset(
     }
 )
 """Keywords of `ray.init` that mean something only to whoever starts a cluster."""
+
+_KNOCK_S: Final = 10.0
 
 _OURS: Final = {
     "address": "set ray_address instead",
@@ -255,6 +258,7 @@ def _join(address: str, token: str | None, host: str, options: dict[str, Any]) -
     if token is not None:
         environment.set(token_settings(token), override=True)
     try:
+        _knock(address)
         found = _init(address=address, **{key: value for key, value in options.items() if key not in _START_ONLY})
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         environment.restore()
@@ -263,6 +267,26 @@ def _join(address: str, token: str | None, host: str, options: dict[str, Any]) -
         environment.restore()
         raise
     return _Connection(os.getpid(), found, os.environ.get("RAY_AUTH_TOKEN"), host, True, environment)
+
+
+def _knock(address: str) -> None:
+    """Raise `ConnectionError` where nobody listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return
+    if host in ("localhost", "127.0.0.1") and os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0":
+        import ray
+
+        host = ray.util.get_node_ip_address()  # where Ray then looks for it
+    deadline = time.monotonic() + _KNOCK_S
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"nobody listens at {host}:{port} ({error})") from error
+        time.sleep(0.5)
 
 
 def _cannot_join(address: str, token: str | None, error: BaseException) -> str:

@@ -54,7 +54,9 @@ def trained_without_the_helper(config: LoaderConfig) -> list[torch.Tensor]:
 @pytest.mark.parametrize("rows", ["packed", "padded"])
 def test_parity(with_fields: Corpus, rows: str) -> None:
     kind = PackedRows if rows == "packed" else PaddedRows
-    config = {"rows": kind(SEQ_LEN, 2, token_fields=("loss_mask",), **({"pack_ahead": 0} if kind is PackedRows else {}))}
+    config = {
+        "rows": kind(SEQ_LEN, 2, token_fields=("loss_mask",), **({"pack_ahead": 0} if kind is PackedRows else {}))
+    }
     expected = trained_without_the_helper(config_for(with_fields, **config))
     start = [parameter.detach() for parameter in TinyModel().parameters()]
     assert all(float((a - b).abs().max()) > 0.01 for a, b in zip(expected, start, strict=True)), "it learns something"

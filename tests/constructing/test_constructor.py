@@ -150,6 +150,18 @@ def test_consumed_steps_are_told_one_call_at_a_time_with_the_latest_values() -> 
     assert told.args[2] == {0: 2, 1: 0}
 
 
+def test_a_refusal_that_crossed_the_news_is_not_the_last_word() -> None:
+    world = World()
+    world.fetch(0)
+    world.ask(3, consumed=1)
+    told, plan = world.constructor.wants()
+    assert (told.method, plan.method, plan.args[2]) == ("consumed", "plan", 6)
+    world.constructor.answered(plan, NotYet("too far ahead"))
+    assert world.constructor.wants() == []
+    world.constructor.answered(told, world.answer(told))
+    assert planned(world.play())[0] == 6
+
+
 def test_what_could_not_be_told_is_told_with_the_next_news() -> None:
     world = World(clients=2)
     world.fetch(0, client=0)
@@ -223,6 +235,13 @@ def test_a_window_asked_for_in_between_begins_there() -> None:
     assert (window.first_step, window.num_steps) == (100, 3)
     assert planned(world.calls) == [100, 103, 106]
     assert world.fetch(102, consumed=99) is window
+
+
+def test_nothing_before_the_first_question_is_read() -> None:
+    world = World()
+    world.planner.clients = {0: 99}
+    world.fetch(100, consumed=-1)
+    assert min(planned(world.calls)) == 100
 
 
 @pytest.mark.parametrize("knows_end", [True, False])

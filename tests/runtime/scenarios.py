@@ -1,4 +1,4 @@
-"""What a test has to do in a process of its own: `python scenarios.py NAME [ARGS]` says what it saw, a line of JSON at a time."""
+"""What a test has to do in a process of its own: what it saw it says in lines of JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,8 @@ def rank(address_file: str) -> None:
     try:
         runtime = RayRuntime.connect(address)
     except MegaScaleError as error:
-        return say(error=type(error).__name__, message=str(error), took=time.monotonic() - begun)
+        say(error=type(error).__name__, message=str(error), took=time.monotonic() - begun)
+        return
     port = runtime.port()
     port.open("train", "g", 1, None)
     say(numbers=read(port, 0, group=1, client=1), roles=sorted(runtime.stats()))
@@ -85,7 +85,10 @@ def watch(address_file: str) -> None:
 def host(address_file: str, end: str) -> None:
     """Start the roles, publish the address, and end as told."""
     handled = threading.Event()
-    mine: Callable[..., None] = lambda *_: handled.set()
+
+    def mine(*_: Any) -> None:
+        handled.set()
+
     if end != "sigterm":
         signal.signal(signal.SIGTERM, mine)
     before = sorted(os.listdir("/dev/shm"))
@@ -142,6 +145,7 @@ def joined(address_file: str) -> None:
     with open(address_file, "rb") as file:
         address = pickle.load(file)
     os.environ.update(RAY_ADDRESS=address.address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=address.token)
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # that Ray listens on 127.0.0.1
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runtime = RayRuntime.start(fake_plan("other"), ray_init={"num_cpus": 3, "object_store_memory": 1 << 30})
