@@ -70,7 +70,9 @@ class MegaScaleLoader:
         self._loads = 0
         self._opens = 0
         self._reader: StreamReader | None = None
+        self._stopped: list[StreamReader] = []
         self._current: object = None
+        self._handed: BatchInfo | None = None
         self._closed = False
         self.last_info: BatchInfo | None = None
         """Of the microbatch handed out last."""
@@ -122,7 +124,7 @@ class MegaScaleLoader:
         """
         self._state = self._session.state_from_json(self.stream, state)
         self._loads += 1
-        self._stop()
+        self._leave()
 
     def mark_consumed(self, info: BatchInfo) -> None:
         """The optimizer step of this microbatch, if it is the last of its step, was taken. For `auto_consume=False`.
@@ -141,7 +143,9 @@ class MegaScaleLoader:
         if self._closed:
             return
         self._closed = True
-        self._stop()
+        self._leave()
+        for reader in self._stopped:
+            reader.close()
         if self._owns:
             self._session.leave()
 
@@ -154,14 +158,24 @@ class MegaScaleLoader:
         self.close()
 
     def _open(self, iterator: object) -> StreamReader:
-        """Start reading for an iterator; an older one of this loader ends."""
-        self._stop()
+        """Read for an iterator from now on; an older one of this loader ends."""
+        if self._reader is None or not self._goes_on():
+            self._reopen()
+        self._current = iterator
+        assert self._reader is not None
+        return self._reader
+
+    def _goes_on(self) -> bool:
+        """Whether the next microbatch of the running reader is the first behind what was consumed."""
+        if self.stream != "train":
+            return False
+        return self._handed is not None and self._handed.is_last_in_step and self._handed.step + 1 == self._state.step
+
+    def _reopen(self) -> None:
         if self.stream != "train":
             self._state = self._session.initial_state(self.stream)
-        self._current = iterator
         self._opens += 1
-        spec = self._spec
-        self._reader = StreamReader(
+        reader = StreamReader(
             self._session.port,
             self._finish,
             stream=self.stream,
@@ -169,10 +183,12 @@ class MegaScaleLoader:
             group=self._group,
             client=self._rank,
             state=self._state,
-            depth=min(max(spec.num_microbatches, 2), 16),
+            depth=min(max(self._spec.num_microbatches, 2), 16),
             stall_timeout=self._session.stall_timeout,
         )
-        return self._reader
+        # The old generation is left only now, so that what both need stays in memory.
+        self._leave()
+        self._reader = reader
 
     def _finish(self, window: BatchWindow, first_step: int) -> Iterator[tuple[dict[str, Any], BatchInfo]]:
         self.last_reports.extend(report for report in window.reports if report.step >= first_step)
@@ -192,7 +208,7 @@ class MegaScaleLoader:
         if item is None:
             raise StopIteration
         batch, info = item
-        self.last_info = info
+        self.last_info = self._handed = info
         if self._auto_consume:
             self.mark_consumed(info)
         return batch, reader
@@ -208,11 +224,14 @@ class MegaScaleLoader:
                 "comes next: a batch was lost or used twice between the loader and the training step"
             )
 
-    def _stop(self) -> None:
-        self._current = None
+    def _leave(self) -> None:
+        """Stop the running reader, if there is one; it is waited for at `close`."""
+        self._current = self._handed = None
+        self._stopped = [reader for reader in self._stopped if not reader.ended]
         if self._reader is not None:
-            reader, self._reader = self._reader, None
-            reader.close()
+            self._reader.stop()
+            self._stopped.append(self._reader)
+            self._reader = None
 
 
 class _Microbatches(Iterator[dict[str, Any]]):

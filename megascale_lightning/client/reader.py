@@ -30,7 +30,7 @@ class StreamReader:
     """Reads one generation of a stream ahead of the training loop.
 
     The thread holds at most `depth` finished microbatches; how many windows lie ready behind them is bounded by the
-    planner. Whatever goes wrong in the thread is raised by `next`.
+    planner. Whatever goes wrong in the thread is raised by `next`. Making one opens the stream.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class StreamReader:
         self._stall_timeout = stall_timeout
         self._stopping = threading.Event()
         self._waiting = False
+        port.open(stream, generation, client, state)
         self._thread = threading.Thread(target=self._run, name=f"megascale-{stream}-{client}", daemon=True)
         self._thread.start()
 
@@ -84,6 +85,11 @@ class StreamReader:
             found: tuple[dict[str, Any], BatchInfo] = item
             return found
 
+    @property
+    def ended(self) -> bool:
+        """The thread has left the stream."""
+        return not self._thread.is_alive()
+
     def consumed(self, state: LoaderState) -> None:
         """The steps before `state` are consumed: whoever waits for that is told."""
         self._state = state
@@ -91,10 +97,13 @@ class StreamReader:
         if self._waiting and not self._stopping.is_set():
             self._port.consumed(*self._address, self._client, self._consumed)
 
+    def stop(self) -> None:
+        """Stop reading; the thread leaves the stream as soon as its current call is answered. Waits for nothing."""
+        self._stopping.set()
+        self._drain()
+
     def close(self) -> None:
-        """Stop reading and leave the stream; a second call does nothing."""
-        if self._stopping.is_set():
-            return
+        """Stop reading and wait until the stream is left; a second call does nothing."""
         self._stopping.set()
         while self._thread.is_alive():
             self._drain()
@@ -111,7 +120,6 @@ class StreamReader:
     def _run(self) -> None:
         last: Any = _END
         try:
-            self._port.open(*self._address, self._client, self._state)
             self._read()
         except BaseException as error:
             last = error

@@ -277,7 +277,8 @@ def _knock(address: str) -> None:
     if host in ("localhost", "127.0.0.1") and os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0":
         import ray
 
-        host = ray.util.get_node_ip_address()  # where Ray then looks for it
+        util: Any = ray.util
+        host = util.get_node_ip_address()  # where Ray then looks for it
     deadline = time.monotonic() + _KNOCK_S
     while True:
         try:

@@ -10,10 +10,20 @@ import sys
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Finished", "left_behind", "read_log", "train"]
+__all__ = [
+    "Finished",
+    "left_behind",
+    "marked_processes",
+    "read_log",
+    "shared_memory_files",
+    "steps_of",
+    "train",
+    "wait_for_lines",
+]
 
 SCRIPT = Path(__file__).with_name("scripts") / "train.py"
 MARK = "MEGASCALE_TEST_RUN"
@@ -26,8 +36,18 @@ class Finished:
         self.code, self.output, self.mark, self.shared_memory = code, output, mark, shared_memory
 
 
-def train(corpus: Path, out: Path, *arguments: Any, timeout_s: float = 150.0, check: bool = True) -> Finished:
-    """Run the script to its end; kill all of it after `timeout_s`."""
+def train(
+    corpus: Path,
+    out: Path,
+    *arguments: Any,
+    timeout_s: float = 280.0,
+    check: bool = True,
+    meanwhile: Callable[[subprocess.Popen[bytes], str], None] | None = None,
+) -> Finished:
+    """Run the script to its end; kill all of it after `timeout_s`.
+
+    `meanwhile` gets the process, which leads a process group, and the mark.
+    """
     mark = uuid.uuid4().hex
     environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "PYTEST_CURRENT_TEST"):
@@ -41,15 +61,26 @@ def train(corpus: Path, out: Path, *arguments: Any, timeout_s: float = 150.0, ch
             command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
+            if meanwhile is not None:
+                meanwhile(process, mark)
             code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, AssertionError) as error:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            raise AssertionError(f"not done after {timeout_s} s:\n{log.read_text()[-6000:]}") from None
+            raise AssertionError(f"{error}; the output:\n{log.read_text()[-6000:]}") from None
     finished = Finished(code, log.read_text(), mark, before)
     if check:
         assert code == 0, finished.output[-6000:]
     return finished
+
+
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen[bytes], within_s: float = 120.0) -> None:
+    """Wait until a log has so many lines."""
+    deadline = time.monotonic() + within_s
+    while not path.exists() or path.read_text().count("\n") < count:
+        assert process.poll() is None, f"the program ended before {path.name} had {count} lines"
+        assert time.monotonic() < deadline, f"{path.name} has no {count} lines after {within_s} s"
+        time.sleep(0.05)
 
 
 def read_log(folder: Path, num_ranks: int = 1) -> list[list[dict[str, Any]]]:

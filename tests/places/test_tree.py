@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_lightning import ClientPlaceTree, ConfigError
@@ -42,6 +42,7 @@ class TestFromSizes:
         with pytest.raises(ConfigError, match="'dp'"):
             ClientPlaceTree.from_sizes(dp=size)
 
+    @settings(max_examples=25)
     @given(SIZES)
     def test_places_and_groups_fit_together(self, sizes: dict[str, int]):
         tree = ClientPlaceTree.from_sizes(**sizes)

@@ -66,7 +66,7 @@ class TinyModel(L.LightningModule):
             tokens=batch["input_ids"].tolist(),
             stepped=stepped,
             rate=self.trainer.optimizers[0].param_groups[0]["lr"],
-            weight=float(self.head.weight.sum()) if stepped else None,
+            weight=self.head.weight.sum().item() if stepped else None,
         )
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
