@@ -123,7 +123,7 @@ class StreamSpec:
     num_groups: int
     """Data-parallel groups."""
     num_microbatches: int
-    """Microbatches a rank gets in one step; `rows_per_step` is filled up to groups x microbatches x micro_batch_size."""
+    """Microbatches a rank gets in one step; filler makes up for what `rows_per_step` lacks."""
     seed: int
     last_step: Literal["fill", "drop"]
     mixture_unit: Literal["samples", "tokens"]

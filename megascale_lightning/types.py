@@ -91,7 +91,7 @@ class MetaBlock:
     kept: npt.NDArray[np.bool_]
     """bool [n]: False for a dropped sample."""
     reason: npt.NDArray[np.uint8]
-    """uint8 [n]: index into `reasons`; counted in the state once the entry is passed ("truncated" is kept and counted)."""
+    """uint8 [n]: index into `reasons`; counted in the state once the entry is passed ("truncated" is kept, too)."""
     reasons: tuple[str, ...] = ("",)
     last_in_window: bool
     """The window has no further part."""
@@ -186,7 +186,8 @@ class PlanWindow:
 class BatchWindow:
     """What one data-parallel group gets for consecutive steps: rows without padding, one after another.
 
-    Row r of the window is slot (step, microbatch, row in microbatch) in C order, `rows = steps x microbatches x micro_batch_size`.
+    Row r of the window is slot (step, microbatch, row in microbatch) in C order; there are steps x microbatches x
+    micro_batch_size of them.
     """
 
     stream: str

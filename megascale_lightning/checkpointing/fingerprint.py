@@ -62,9 +62,7 @@ def order_fingerprint(
     return table
 
 
-def check_fingerprint(
-    saved: Mapping[str, Any], ours: Mapping[str, Any], *, force: Sequence[str] = ()
-) -> list[str]:
+def check_fingerprint(saved: Mapping[str, Any], ours: Mapping[str, Any], *, force: Sequence[str] = ()) -> list[str]:
     """Compare the order config of a checkpoint with that of this run.
 
     Args:

@@ -196,7 +196,15 @@ class MegaScaleLoader:
 
     def _generation(self, state: LoaderState) -> str:
         """The same on all ranks, another for every open."""
-        parts = (self._session.run, self.stream, self._number, state.step, state.certificate.hex(), self._loads, self._opens)
+        parts = (
+            self._session.run,
+            self.stream,
+            self._number,
+            state.step,
+            state.certificate.hex(),
+            self._loads,
+            self._opens,
+        )
         return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
     def _next(self, iterator: object, reader: StreamReader | None) -> tuple[dict[str, Any], StreamReader]:

@@ -156,7 +156,9 @@ class StreamReader:
                     reported = now
                     logger.warning("stream %s waits since %.0f s: %s", self._address[0], now - began, answer.reason)
                 if now - began > self._stall_timeout:
-                    raise StalledError(f"stream {self._address[0]!r}: no batch for {now - began:.0f} s: {answer.reason}")
+                    raise StalledError(
+                        f"stream {self._address[0]!r}: no batch for {now - began:.0f} s: {answer.reason}"
+                    )
             return None
         finally:
             self._waiting = False

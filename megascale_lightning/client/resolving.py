@@ -116,9 +116,7 @@ def resolve_streams(
     return found
 
 
-def runtime_plan(
-    config: LoaderConfig, specs: Mapping[str, StreamSpec], manifests: Manifests, run: str
-) -> RuntimePlan:
+def runtime_plan(config: LoaderConfig, specs: Mapping[str, StreamSpec], manifests: Manifests, run: str) -> RuntimePlan:
     """The recipes of all roles."""
     streams = config.streams()
     num_loaders = config.num_loaders or _choose_num_loaders(sum(map(len, streams.values())))

@@ -246,4 +246,3 @@ def _start(
 
     address = share(start)
     return runtime if runtime is not None else RayRuntime.connect(address)
-

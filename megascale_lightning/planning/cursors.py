@@ -19,8 +19,9 @@ __all__ = ["SourceCursor"]
 class SourceCursor:
     """The next samples of one source, over parts, windows and epochs.
 
-    It stands in front of a sample, or at the start of a part that is not looked into yet: once the last sample of a part
-    is taken, what was dropped behind it is counted and the cursor moves on, so that a position depends on the data alone.
+    It stands in front of a sample, or at the start of a part that is not looked into yet: once the last sample of a
+    part is taken, what was dropped behind it is counted and the cursor moves on, so that a position depends on the data
+    alone.
     """
 
     __slots__ = (
@@ -104,7 +105,7 @@ class SourceCursor:
         return np.concatenate(taken) if taken else np.empty(0, PIECE)
 
     def upcoming(self, samples: int) -> list[PartKey]:
-        """The parts that hold the next `samples` samples, as far as it is known which those are; missing ones included."""
+        """The parts that hold the next `samples` samples, as far as is known which those are; missing ones included."""
         if self.exhausted:
             return []
         keys = [self.key]
@@ -148,8 +149,8 @@ class SourceCursor:
     def _empty(self) -> EmptySourceError:
         return EmptySourceError(
             f"source {self._spec.name!r} of stream {self.stream!r}: epoch {self.epoch - 1} gave no sample at all; left "
-            f"out: {dict(self.dropped) or 'nothing, it has no records'}. Look at its files, transform, length and overlong "
-            "policy, or remove the source."
+            f"out: {dict(self.dropped) or 'nothing, it has no records'}. Look at its files, transform, length and "
+            "overlong policy, or remove the source."
         )
 
     def _sample_end(self, block: Block) -> int:
@@ -189,5 +190,3 @@ class SourceCursor:
         if self._spec.epochs is None or key.epoch + 1 < self._spec.epochs:
             return PartKey(key.stream, key.source, key.epoch + 1, 0, 0)
         return None
-
-

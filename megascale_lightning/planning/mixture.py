@@ -57,7 +57,7 @@ class DeadlineMixer:
         self._rebuild()
 
     def choose(self) -> int | None:
-        """The source to draw from now; None when no source is left. Nothing is given yet: `take` or `retire` follows."""
+        """The source to draw from now; None when none is left. Nothing is given yet: `take` or `retire` follows."""
         while True:
             if not self._ready and not self._waiting:
                 return None
@@ -111,9 +111,7 @@ class DeadlineMixer:
 
     def _rebuild(self) -> None:
         total = sum(weight for weight, alive in zip(self._raw, self._live, strict=True) if alive)
-        self._weight = [
-            weight / total if alive else 0.0 for weight, alive in zip(self._raw, self._live, strict=True)
-        ]
+        self._weight = [weight / total if alive else 0.0 for weight, alive in zip(self._raw, self._live, strict=True)]
         self._exhausted: list[int] = []
         self._ready: list[tuple[float, int]] = []
         self._waiting = [

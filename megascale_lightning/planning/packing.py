@@ -28,7 +28,7 @@ def pack(carried: Sequence[int], drawn: Sequence[int], *, num_rows: int, capacit
     order += sorted(range(num_carried, num_carried + len(drawn)), key=lambda piece: -drawn[piece - num_carried])
     lengths = [*carried, *drawn]
     rows: list[list[int]] = [[] for _ in range(num_rows)]
-    # room x num_rows + row, sorted: the first key that is not too small is the fullest row that fits, the lowest of its like.
+    # room x num_rows + row, sorted: the first key large enough is the fullest row that fits, the lowest of those.
     keys = [capacity * num_rows + row for row in range(num_rows)]
     largest = capacity
     for piece in order:

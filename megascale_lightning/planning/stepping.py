@@ -104,7 +104,7 @@ class StepPlanner:
         ]
 
     def _draw(self, state: LoaderState) -> tuple[IntArray, int, DeadlineMixer]:
-        """The pool of the step (carried pieces, then new ones in draw order), the number carried, the shares after it."""
+        """The pool of the step (carried pieces, then new ones in draw order), how many are carried, the mixer after."""
         cursors = self._cursors
         by_tokens = self._spec.mixture_unit == "tokens"
         mixer = DeadlineMixer(
@@ -179,7 +179,7 @@ class _Wanted:
     there is a piece for every row.
     """
 
-    __slots__ = ("_ahead", "_need", "_packed", "_settled", "_seen")
+    __slots__ = ("_ahead", "_need", "_packed", "_seen", "_settled")
 
     def __init__(self, spec: StreamSpec, lengths: list[int]) -> None:
         self._packed = isinstance(spec.rows, PackedRows)

@@ -11,4 +11,5 @@ def dump(value: Any, file: IO[bytes]) -> None:
     """Pickle a value the way Ray sends it to an actor: functions and classes of a script or notebook by value."""
     from ray import cloudpickle
 
-    cloudpickle.dump(value, file)
+    write: Any = cloudpickle.dump
+    write(value, file)

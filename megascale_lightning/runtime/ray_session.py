@@ -27,6 +27,7 @@ from megascale_lightning.runtime.ray_environment import (
     process_token,
     token_settings,
 )
+from megascale_lightning.runtime.ray_orphans import OrphanGuard
 
 __all__ = ["RayAddress", "RaySession", "check_process"]
 
@@ -86,6 +87,7 @@ class _Connection:
     host: str
     initialised_by_us: bool
     environment: RayEnvironment
+    guard: OrphanGuard | None = None
     users: int = 0
 
 
@@ -188,6 +190,8 @@ class RaySession:
             _connection = None
             if self._connection.initialised_by_us:
                 _shutdown()
+                if self._connection.guard is not None:
+                    self._connection.guard.dismiss()
                 self._connection.environment.restore()
 
 
@@ -245,7 +249,9 @@ def _start_local(options: dict[str, Any]) -> _Connection:
     finally:
         imports.restore()
     logger.info("started a local Ray at %s", address)
-    return _Connection(os.getpid(), address, os.environ.get("RAY_AUTH_TOKEN"), socket.gethostname(), True, environment)
+    return _Connection(
+        os.getpid(), address, os.environ.get("RAY_AUTH_TOKEN"), socket.gethostname(), True, environment, OrphanGuard()
+    )
 
 
 def _join(address: str, token: str | None, host: str, options: dict[str, Any]) -> _Connection:

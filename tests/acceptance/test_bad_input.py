@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +408,23 @@ class TestAfterAnError:
             for _ in range(2):
                 with pytest.raises(DataError):
                     list(loader)
+
+    @pytest.mark.parametrize("wrong", [{"stream": "val/7"}, {"rank": 5}, {"accumulate": 3}, {}], ids=str)
+    def test_nothing_is_held_after_a_failed_start_or_a_close(self, mixed: Corpus, wrong: dict[str, Any]) -> None:
+        """The session, and with it the config, is let go."""
+
+        def start_and_end() -> weakref.ref[LoaderConfig]:
+            config = config_of(*mixed.sources(epochs=None))
+            try:
+                with MegaScaleLoader(config, **wrong) as loader:
+                    next(iter(loader))
+            except ConfigError:
+                assert wrong
+            return weakref.ref(config)
+
+        freed = start_and_end()
+        gc.collect()
+        assert freed() is None
 
     def test_iterating_a_closed_loader(self, mixed: Corpus) -> None:
         loader = MegaScaleLoader(config_of(*mixed.sources()))

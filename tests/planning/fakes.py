@@ -41,7 +41,21 @@ class FakeData:
                 stop_at = min(cut + self.capacity, length)
                 whole = length <= self.capacity
                 size = 0 if dropped else stop_at - cut
-                pieces.append((key.source, key.epoch, key.window, key.part, len(pieces), 0, row, cut, -1 if whole else stop_at, size, max(size - 1, 0)))
+                pieces.append(
+                    (
+                        key.source,
+                        key.epoch,
+                        key.window,
+                        key.part,
+                        len(pieces),
+                        0,
+                        row,
+                        cut,
+                        -1 if whole else stop_at,
+                        size,
+                        max(size - 1, 0),
+                    )
+                )
                 first.append(cut == 0)
                 kept.append(not dropped)
         return MetaBlock(

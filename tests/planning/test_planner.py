@@ -44,10 +44,10 @@ def test_an_epoch_gives_every_piece_once(padded, groups):
     drive = Drive(data, data.spec(padded=padded, groups=groups, rows=8))
     plans = drive.run()
     expected = Counter()
-    for source, size in enumerate(SIZES):
+    for source, _size in enumerate(SIZES):
         for window in range(data.num_windows(source)):
             for part in range(3):
-                block = data.describe(type("Key", (), dict(source=source, epoch=0, window=window, part=part))())
+                block = data.describe(type("Key", (), {"source": source, "epoch": 0, "window": window, "part": part})())
                 expected.update(map(tuple, block.pieces[["source", "row", "start", "stop"]].tolist()))
     found = Counter(all_pieces(plans))
     assert {source for source, *_ in found} == set(range(len(SIZES)))
@@ -71,7 +71,8 @@ def test_the_last_step_can_be_dropped_and_is_counted():
     dropped = Drive(data, data.spec(last_step="drop"))
     all_of_them, fewer = all_pieces(filled.run()), all_pieces(dropped.run())
     last = dropped.states[max(dropped.states)]
-    assert last.ended and len(last.carry) == 0
+    assert last.ended
+    assert len(last.carry) == 0
     assert sum(counts.get("last_step", 0) for counts in last.dropped) == len(all_of_them) - len(fewer) > 0
 
 
@@ -109,7 +110,8 @@ def test_the_end_is_known_with_the_last_step_not_after_it():
     plans = drive.run()
     assert [drive.states[step].ended for step in range(len(plans) + 1)] == [False] * len(plans) + [True]
     empty = drive.window(first=len(plans) + 3)
-    assert not empty.steps and empty.states[-1].ended
+    assert not empty.steps
+    assert empty.states[-1].ended
 
 
 def test_nothing_is_planned_further_ahead_than_the_slowest_client_allows():
@@ -118,7 +120,8 @@ def test_nothing_is_planned_further_ahead_than_the_slowest_client_allows():
     drive.planner.open("train", "g", 1, None)
     assert len(drive.window(first=2).steps) == 1
     refused = drive.window(first=3)
-    assert isinstance(refused, NotYet) and "client 0" in refused.reason
+    assert isinstance(refused, NotYet)
+    assert "client 0" in refused.reason
     drive.planner.consumed("train", "g", {0: 5})
     assert isinstance(drive.window(first=3), NotYet)
     drive.planner.consumed("train", "g", {1: 0})
@@ -143,7 +146,8 @@ def test_parts_are_let_go_once_they_are_consumed_and_all_when_the_last_client_le
     drive.run(60)
     drive.serve()
     held = drive.planner.stats()["train"]
-    assert held["parts"] < 12 and held["steps"] <= 1
+    assert held["parts"] < 12
+    assert held["steps"] <= 1
     assert set(drive.released) < set(data.described)
     drive.planner.close("train", "g", 0)
     drive.serve()
@@ -164,7 +168,7 @@ def test_two_generations_of_a_stream_do_not_disturb_each_other():
 def test_an_unknown_generation_is_said_to_be_not_open():
     data = FakeData([10])
     drive = Drive(data, data.spec())
-    with pytest.raises(NotOpenError, match="nobody|not open"):
+    with pytest.raises(NotOpenError, match="not open"):
         drive.planner.plan("train", "nobody", 0, 1)
 
 
@@ -180,7 +184,7 @@ def test_clients_with_different_states_of_one_step_are_refused():
 def test_a_source_that_gives_nothing_is_named():
     data = FakeData([30, 20], drop_every=1)
     drive = Drive(data, data.spec(epochs=None))
-    with pytest.raises(EmptySourceError, match="s1.*filtered"):
+    with pytest.raises(EmptySourceError, match=r"s1.*filtered"):
         drive.run(1)
 
 
