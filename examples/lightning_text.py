@@ -23,6 +23,7 @@ from text_data import VOCABULARY, tokenize, write_sources
 from text_model import GPT, summed_loss
 
 from megascale_lightning import (
+    AttentionCost,
     Balanced,
     ClientPlaceTree,
     LoaderConfig,
@@ -32,7 +33,6 @@ from megascale_lightning import (
     Source,
     reduce_loss,
 )
-from megascale_lightning.planning.costs import AttentionCost
 
 RANKS, ACCUMULATE, MICRO_BATCH, SEQ_LEN, WIDTH = 2, 4, 2, 1024, 64
 CHECKPOINT_EVERY = 5

@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from megascale_lightning.client.loss import reduce_loss
     from megascale_lightning.integrations.lightning import MegaScaleDataModule, MegaScaleStateCallback
     from megascale_lightning.places.tree import ClientPlaceTree
+    from megascale_lightning.planning.costs import AttentionCost, TokenCost
     from megascale_lightning.planning.strategies import Balanced, RoundRobin
 
 __all__ = [
+    "AttentionCost",
     "Balanced",
     "BatchInfo",
     "ClientPlaceTree",
@@ -61,6 +63,7 @@ __all__ = [
     "StalledError",
     "StateError",
     "StreamError",
+    "TokenCost",
     "model_inputs",
     "reduce_loss",
 ]
@@ -69,6 +72,7 @@ __version__ = "0.1.0.dev0"
 
 _LAZY: Final = MappingProxyType(
     {
+        "AttentionCost": "planning.costs",
         "Balanced": "planning.strategies",
         "BatchInfo": "client.info",
         "ClientPlaceTree": "places.tree",
@@ -76,6 +80,7 @@ _LAZY: Final = MappingProxyType(
         "MegaScaleLoader": "client.loader",
         "MegaScaleStateCallback": "integrations.lightning",
         "RoundRobin": "planning.strategies",
+        "TokenCost": "planning.costs",
         "model_inputs": "client.info",
         "reduce_loss": "client.loss",
     }

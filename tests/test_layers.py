@@ -186,7 +186,7 @@ def loaded_after(modules_to_import: list[str]) -> set[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())

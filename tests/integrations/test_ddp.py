@@ -32,7 +32,7 @@ def batches(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_script_launch_resumes_from_every_checkpoint(corpus: Path, tmp_path: Path) -> None:
-    """Epochs of 3 steps, checkpoints in the middle and at the end, and a schedule that asks how many steps there are."""
+    """Epochs of 3 steps, checkpoints in the middle and at the end, a schedule that asks how many steps there are."""
     setup = ["--strategy", "ddp", "--devices", 2, "--accumulate", 2, "--size", 8, "--limit", 6, "--epochs", 2]
     setup += ["--one-cycle", "--save"]
     train(corpus, tmp_path, *setup)

@@ -21,7 +21,6 @@ from megascale_lightning import (
     LoaderConfig,
     MegaScaleDataModule,
     MegaScaleStateCallback,
-    MegaScaleWarning,
     PackedRows,
     Source,
     StreamError,
@@ -97,10 +96,9 @@ def test_batch_size_against_accumulation(size: int, accumulate: int, words: list
         assert word in message
 
 
-def test_batch_size_that_is_no_multiple_is_filled_with_a_warning() -> None:
-    config = make_data(2, 15).config
-    with pytest.warns(MegaScaleWarning, match="filled with 1 rows of weight zero"):
-        assert microbatches_per_step(config, None, 4) == 2
+def test_batch_size_that_is_no_multiple_needs_one_microbatch_more() -> None:
+    assert microbatches_per_step(make_data(2, 15).config, None, 4) == 2
+    assert microbatches_per_step(make_data(2, 17).config, None, 4) == 3
 
 
 def test_batch_size_is_taken_from_the_trainer(sessions: list[FakeSession]) -> None:

@@ -119,7 +119,7 @@ class MegaScaleStateCallback(L.Callback):
         info = self._info
         if info is not None and info.num_loss_tokens == 0 and not bool(torch.isfinite(loss).all()):
             raise ConfigError(
-                f"the loss of step {info.step}, microbatch {info.microbatch} is {float(loss.sum())}, and the "
+                f"the loss of step {info.step}, microbatch {info.microbatch} is {loss.sum().item()}, and the "
                 "microbatch has no target token (filler rows, or labels that are all -100): a mean over nothing. "
                 "Return reduce_loss(summed_loss, batch['megascale']) from training_step "
                 '(megascale_lightning.reduce_loss), or leave incomplete last steps out with last_step="drop"'

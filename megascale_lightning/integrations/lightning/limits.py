@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 
 from megascale_lightning.config import LoaderConfig
-from megascale_lightning.errors import ConfigError, MegaScaleWarning
+from megascale_lightning.errors import ConfigError
 
 __all__ = ["check_end_of_training", "check_trainer", "microbatches_per_step"]
 
@@ -46,21 +45,12 @@ def microbatches_per_step(config: LoaderConfig, trainer: Any, num_groups: int) -
     rows = config.rows.micro_batch_size * num_groups
     size = config.global_batch_size
     accumulate = None if trainer is None else _accumulation(trainer)
-    if size is None:
-        return accumulate or 1
-    wanted = -(-size // rows)
+    wanted = (accumulate or 1) if size is None else -(-size // rows)
     if accumulate is not None and accumulate != wanted:
         raise ConfigError(
             f"global_batch_size={size} is {config.rows.micro_batch_size} rows x {num_groups} data-parallel ranks x "
             f"{wanted} microbatches, but the trainer has accumulate_grad_batches={accumulate}: set "
             f"Trainer(accumulate_grad_batches={wanted}), or global_batch_size={rows * accumulate}"
-        )
-    if size % rows:
-        warnings.warn(
-            f"global_batch_size={size} is not a multiple of {config.rows.micro_batch_size} rows x {num_groups} "
-            f"data-parallel ranks: every step is filled with {wanted * rows - size} rows of weight zero",
-            MegaScaleWarning,
-            stacklevel=2,
         )
     if trainer is not None:
         _check_epoch(config, trainer, wanted)
