@@ -11,7 +11,7 @@ import numpy as np
 from megascale_lightning.config import SourceSpec
 from megascale_lightning.errors import EmptySourceError
 from megascale_lightning.planning.blocks import Block, BlockStore
-from megascale_lightning.types import PIECE, IntArray, PartKey
+from megascale_lightning.types import IntArray, PartKey
 
 __all__ = ["SourceCursor"]
 
@@ -32,7 +32,6 @@ class SourceCursor:
         "_spec",
         "_start",
         "_taken",
-        "drawn",
         "dropped",
         "epoch",
         "index",
@@ -51,7 +50,6 @@ class SourceCursor:
         self._blocks = blocks
         self.epoch, self.window, self.part, self.offset = (int(saved[n]) for n in ("epoch", "window", "part", "offset"))
         self.dropped = Counter(dropped)
-        self.drawn = 0
         self._block: Block | None = None
         self._next = 0
         self._start = 0
@@ -83,26 +81,43 @@ class SourceCursor:
             return block.lengths[self._next]
         return sum(block.lengths[self._next : self._sample_end(block)])
 
-    def take(self) -> list[int]:
-        """Take the sample that `head` spoke of; the lengths of its pieces."""
+    def take(self, lengths: list[int]) -> int:
+        """Take the next sample.
+
+        Args:
+            lengths: The tokens of its pieces are appended.
+
+        Returns:
+            The number of its pieces; 0 when the source is exhausted.
+
+        Raises:
+            NeedBlocks: Its part is not described yet.
+            EmptySourceError: A whole epoch gave nothing.
+        """
         block = self._block
-        assert block is not None
+        if block is None:
+            if not self._enter():
+                return 0
+            block = self._block
+            assert block is not None
         at = self._next
-        stop = at + 1 if block.samples is None else self._sample_end(block)
+        if block.samples is None:
+            stop = at + 1
+            lengths.append(block.lengths[at])
+        else:
+            stop = self._sample_end(block)
+            lengths += block.lengths[at:stop]
         self._next = stop
-        self.drawn += 1
-        lengths = block.lengths[at:stop]
         if stop == len(block.lengths):
             self._leave(block)
-        return lengths
+        return stop - at
 
-    def collect(self) -> IntArray:
-        """The pieces taken since the last call, PIECE [n], in order; counts what was dropped between them."""
+    def collect(self) -> list[IntArray]:
+        """The pieces taken since the last call, in order, PIECE [n] each; counts what was dropped between them."""
         if self._block is not None:
             self._flush(self._block)
         taken, self._taken = self._taken, []
-        self.drawn = 0
-        return np.concatenate(taken) if taken else np.empty(0, PIECE)
+        return taken
 
     def upcoming(self, samples: int) -> list[PartKey]:
         """The parts that hold the next `samples` samples, as far as is known which those are; missing ones included."""

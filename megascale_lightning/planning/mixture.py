@@ -10,7 +10,7 @@ one longest sample), which is the pinwheel property of this schedule; sorting by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
@@ -51,44 +51,47 @@ class DeadlineMixer:
         self.share = [float(value) for value in share]
         self.given = [float(value) for value in given]
         self._live = [bool(alive) and weight > 0 for alive, weight in zip(live, self._raw, strict=True)]
+        self._cost = [1] * len(names)
         self._by_tokens = unit == "tokens"
         self._head_cost = head_cost
         self._time = 0.0
         self._rebuild()
 
-    def choose(self) -> int | None:
-        """The source to draw from now; None when none is left. Nothing is given yet: `take` or `retire` follows."""
-        while True:
-            if not self._ready and not self._waiting:
-                return None
-            time = self._time if self._by_tokens else self._time + 1.0
-            while self._waiting and self._waiting[0][0] < time:
-                self._make_ready(heappop(self._waiting)[1])
-            if not self._ready:
-                # No source is owed anything: all may give. It happens by tokens where every debt is exactly 0.
-                for _, rank in self._waiting:
+    def draws(self) -> Iterator[int]:
+        """Sources to draw from, one after another, without end as long as any is live.
+
+        A draw is booked when it is handed out. If its source turns out to have nothing left, `retire` takes it back;
+        the iterator is then used up, and a new one goes on.
+        """
+        ready, waiting, by_rank = self._ready, self._waiting, self._by_rank
+        given, share, weight = self.given, self.share, self._weight
+        by_tokens = self._by_tokens
+        while ready or waiting:
+            time = self._time if by_tokens else self._time + 1.0
+            while waiting and waiting[0][0] < time:
+                self._make_ready(heappop(waiting)[1])
+            if not ready:
+                # No source is owed anything, so all may give. It happens by tokens, where every debt can be exactly 0.
+                for _, rank in waiting:
                     self._make_ready(rank)
-                self._waiting.clear()
+                waiting.clear()
             if self._exhausted:
-                self.retire(self._exhausted)
-                continue
-            return self._by_rank[self._ready[0][1]]
+                self._leave(self._exhausted)
+                yield from self.draws()
+                return
+            rank = heappop(ready)[1]
+            source = by_rank[rank]
+            cost = self._cost[source]
+            given[source] += cost
+            self._time += cost
+            heappush(waiting, ((given[source] - share[source]) / weight[source], rank))
+            yield source
 
-    def take(self, source: int, cost: int) -> None:
-        """The chosen source gave a sample that costs `cost` (1 by samples, its length by tokens)."""
-        rank = heappop(self._ready)[1]
-        given = self.given[source] + cost
-        self.given[source] = given
-        self._time += cost
-        release = (given - self.share[source]) / self._weight[source]
-        heappush(self._waiting, (release, rank))
-
-    def retire(self, sources: int | list[int]) -> None:
-        """The sources have nothing left: they leave, and the others share what follows."""
-        for source in [sources] if isinstance(sources, int) else list(sources):
-            self._live[source] = False
-        self.settle()
-        self._rebuild()
+    def retire(self, source: int) -> None:
+        """The source drawn last has nothing left: it leaves, and the others share that draw and what follows."""
+        self.given[source] -= self._cost[source]
+        self._time -= self._cost[source]
+        self._leave([source])
 
     def settle(self) -> None:
         """Bring every share up to date; the virtual time starts at 0 again."""
@@ -96,6 +99,12 @@ class DeadlineMixer:
             if weight:
                 self.share[source] += weight * self._time
         self._time = 0.0
+
+    def _leave(self, sources: Sequence[int]) -> None:
+        for source in sources:
+            self._live[source] = False
+        self.settle()
+        self._rebuild()
 
     def _make_ready(self, rank: int) -> None:
         source = self._by_rank[rank]
@@ -106,6 +115,7 @@ class DeadlineMixer:
         if cost is None:
             self._exhausted.append(source)
             return
+        self._cost[source] = cost
         deadline = (self.given[source] + cost - self.share[source]) / self._weight[source]
         heappush(self._ready, (deadline, rank))
 

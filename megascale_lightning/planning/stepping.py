@@ -106,7 +106,6 @@ class StepPlanner:
     def _draw(self, state: LoaderState) -> tuple[IntArray, int, DeadlineMixer]:
         """The pool of the step (carried pieces, then new ones in draw order), how many are carried, the mixer after."""
         cursors = self._cursors
-        by_tokens = self._spec.mixture_unit == "tokens"
         mixer = DeadlineMixer(
             [source.name for source in self._spec.sources],
             [source.weight for source in self._spec.sources],
@@ -119,27 +118,37 @@ class StepPlanner:
         lengths: list[int] = state.carry["length"].tolist()
         num_carried = len(lengths)
         sources: list[int] = []
-        wanted = _Wanted(self._spec, lengths)
+        wanted = _Wanted(self._spec)
+        draws = mixer.draws()
         while wanted.more(lengths):
-            chosen = mixer.choose()
+            chosen = next(draws, None)
             if chosen is None:
                 break
-            cursor = cursors[chosen]
-            if cursor.head() is None:
+            taken = cursors[chosen].take(lengths)
+            if taken == 1:
+                sources.append(chosen)
+            elif taken:
+                sources += [chosen] * taken
+            else:
                 mixer.retire(chosen)
-                continue
-            taken = cursor.take()
-            mixer.take(chosen, sum(taken) if by_tokens else 1)
-            lengths += taken
-            sources += [chosen] * len(taken)
+                draws = mixer.draws()
         mixer.settle()
-        pool = np.empty(len(lengths), PIECE)
-        pool[:num_carried] = state.carry
-        drawn = pool[num_carried:]
         drawn_from = np.array(sources, dtype=np.int64)
         self._draws = np.bincount(drawn_from, minlength=len(cursors)).tolist()
-        drawn[np.argsort(drawn_from, kind="stable")] = np.concatenate([cursor.collect() for cursor in cursors])
+        pool = np.empty(len(lengths), PIECE)
+        pool[:num_carried] = state.carry
+        pool[num_carried:][np.argsort(drawn_from, kind="stable")] = self._collect(len(sources))
         return pool, num_carried, mixer
+
+    def _collect(self, count: int) -> IntArray:
+        """The pieces taken by all cursors, source after source: PIECE [count]."""
+        pieces = np.empty(count, PIECE)
+        at = 0
+        for cursor in self._cursors:
+            for taken in cursor.collect():
+                pieces[at : at + len(taken)] = taken
+                at += len(taken)
+        return pieces
 
     def _rows(self, lengths: list[int], num_carried: int) -> list[list[int]]:
         num_rows = self._spec.rows_per_step
@@ -181,7 +190,7 @@ class _Wanted:
 
     __slots__ = ("_ahead", "_need", "_packed", "_seen", "_settled")
 
-    def __init__(self, spec: StreamSpec, lengths: list[int]) -> None:
+    def __init__(self, spec: StreamSpec) -> None:
         self._packed = isinstance(spec.rows, PackedRows)
         self._ahead = spec.rows.pack_ahead if isinstance(spec.rows, PackedRows) else 0
         self._need = spec.rows_per_step * (spec.rows.capacity if self._packed else 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import sys
@@ -164,30 +163,23 @@ class ConstructorActor(PlannerActor):
 
 
 class LoaderActor(RoleActor):
-    """A role that only computes: long calls in the group `data`, and `take` beside them.
-
-    The two groups take turns, unless the role declares `thread_safe = True`.
-    """
+    """A role that only computes, safe to call from two threads: long calls in the group `data`, `take` beside them."""
 
     def _begin(self, recipe: RoleRecipe, wiring: Wiring) -> None:
         self._role = recipe.build()
-        shared = getattr(self._role, "thread_safe", False)
-        self._turn: Any = contextlib.nullcontext() if shared else threading.Lock()
 
     def _end(self) -> None:
         if hasattr(self._role, "shutdown"):
             self._role.shutdown()
 
     def _counters(self) -> dict[str, Any]:
-        with self._turn:
-            return {"role": self._role.stats()} if hasattr(self._role, "stats") else {}
+        return {"role": self._role.stats()} if hasattr(self._role, "stats") else {}
 
     @ray.method(concurrency_group="data")
     def request(self, method: str, args: tuple[Any, ...], wait_s: float) -> Any:
         """Call the role; `wait_s` is for the likeness with the other actors."""
         self._check()
-        with self._turn:
-            return getattr(self._role, method)(*args)
+        return getattr(self._role, method)(*args)
 
 
 class SharedObjects:

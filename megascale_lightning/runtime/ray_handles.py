@@ -26,6 +26,9 @@ _PROBE_S: Final = 5.0
 
 _PING_S: Final = 15.0
 _UNREACHABLE_S: Final = 15.0
+_DOUBT_S: Final = 2.0
+"""A role that has been away for longer makes us ask whether Ray itself is there."""
+
 _REPORT_S: Final = 10.0
 
 _LOST: Final = (
@@ -118,7 +121,7 @@ class RayCaller:
             name = f"{self._run}/{target}"
             try:
                 handle = bounded(
-                    lambda: ray.get_actor(name, namespace=self._namespace), limit_s, f"looking up {name!r}"
+                    lambda: ray.get_actor(name, namespace=self._namespace), limit_s, f"while {name!r} was looked up"
                 )
             except ValueError:
                 raise _Away(f"no actor {name!r} in namespace {self._namespace!r}") from None
@@ -190,6 +193,8 @@ class _Outage:
             logger.warning(
                 "role %s has been away for %.0f s, waiting up to %g s: %s", self._target, away, self._limit, why
             )
+        if away > _DOUBT_S:
+            bounded(ray.nodes, _UNREACHABLE_S - _DOUBT_S, f"after role {self._target!r} was away for {away:.0f} s")
         self._stopping.wait(self._pause)
         self._pause = min(self._pause * 1.5, 0.5)
 
@@ -213,7 +218,7 @@ def bounded(function: Callable[[], Any], limit_s: float, what: str) -> Any:
     threading.Thread(target=run, name="ray-probe", daemon=True).start()
     if not done.wait(limit_s):
         raise RayUnreachableError(
-            f"Ray has not answered for {limit_s:g} s, {what}: its head process is gone, or stands still"
+            f"Ray has not answered for {limit_s:g} s {what}: its head process is gone, or stands still"
         )
     value, error = outcome[0]
     if error is not None:

@@ -14,8 +14,8 @@ class OrphanGuard:
     """A shell that waits for this process to end, and then kills what Ray would leave behind for up to a minute.
 
     The kernel takes Ray's head processes along with us, but not the two agents of the raylet: they first try to report
-    its death to a head that is gone as well. The shell waits for the end of a pipe that only this process holds; it costs
-    about a megabyte. Linux only: elsewhere it does nothing.
+    its death to a head that is gone as well. The shell waits for the end of a pipe that only this process holds, and
+    costs about a megabyte. Linux only: elsewhere it does nothing.
     """
 
     def __init__(self) -> None:

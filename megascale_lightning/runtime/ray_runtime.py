@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import pickle
 import sys
 import time
 import uuid
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from megascale_lightning.errors import RuntimeFailure
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
@@ -24,6 +25,13 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
 _HASTY_S = 0.05
+
+_DETACH_BYTES = 64 << 20
+"""Smaller windows are copied out of Ray's shared memory, at some 5 GB/s. Ray ends a process without a word when it lets
+go of shared memory whose node has died, so whoever holds none lives on to raise an error and save. Larger windows stay
+where all ranks of the node share them."""
+
+_T = TypeVar("_T")
 
 
 class RayRuntime:
@@ -140,14 +148,14 @@ class RayPort:
     def fetch(
         self, stream: str, generation: str, group: int, client: int, first_step: int, consumed: int
     ) -> BatchWindow | NotYet:
-        """See `BatchPort.fetch`. The arrays lie in the node's shared memory: read-only, freed when dropped."""
+        """See `BatchPort.fetch`. The arrays are read-only."""
         check_process(self._pid)
         begun = time.monotonic()
         args = (stream, generation, group, client, first_step, consumed)
         answer: BatchWindow | NotYet = self._caller.ask(self._constructor, "fetch", args, 1.0)
         if isinstance(answer, NotYet) and time.monotonic() - begun < _HASTY_S:
             time.sleep(_HASTY_S)  # a role that has no room for the request: do not spin
-        return answer
+        return detached(answer, _DETACH_BYTES)
 
     def consumed(self, stream: str, generation: str, client: int, step: int) -> None:
         """See `BatchPort.consumed`."""
@@ -162,6 +170,17 @@ class RayPort:
                 self._caller(target, "close", (stream, generation, client))
             except RuntimeFailure as error:
                 logger.debug("client %d could not be taken out of %s at %s: %s", client, stream, target, error)
+
+
+def detached(value: _T, limit_bytes: int) -> _T:
+    """A copy of a value, out of Ray's shared memory; the value itself where its arrays are larger than the limit."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    views = [buffer.raw() for buffer in buffers]
+    if sum(view.nbytes for view in views) > limit_bytes:
+        return value
+    copy: _T = pickle.loads(data, buffers=[bytes(view) for view in views])
+    return copy
 
 
 def _supervise(plan: RuntimePlan, address: RayAddress, imports: Mapping[str, str]) -> Any:

@@ -249,9 +249,8 @@ def _start_local(options: dict[str, Any]) -> _Connection:
     finally:
         imports.restore()
     logger.info("started a local Ray at %s", address)
-    return _Connection(
-        os.getpid(), address, os.environ.get("RAY_AUTH_TOKEN"), socket.gethostname(), True, environment, OrphanGuard()
-    )
+    token, host = os.environ.get("RAY_AUTH_TOKEN"), socket.gethostname()
+    return _Connection(os.getpid(), address, token, host, True, environment, OrphanGuard())
 
 
 def _join(address: str, token: str | None, host: str, options: dict[str, Any]) -> _Connection:

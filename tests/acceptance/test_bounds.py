@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -270,6 +272,55 @@ def test_a_validation_that_is_broken_off(mixed: Corpus) -> None:
                 assert step.certificate == expected[number].certificate
                 first.append([microbatch(batch).rows for batch, _ in zip(val, range(3), strict=False)])
             assert all(one == first[0] for one in first)
+
+    watched(body)
+
+
+_FORK = """
+import os, signal, sys
+from megascale_lightning import ForkError, LoaderConfig, MegaScaleLoader, PackedRows, Source
+config = LoaderConfig(sources=[Source("web", sys.argv[1])], rows=PackedRows(64, 2), global_batch_size=8, runtime=sys.argv[2])
+with MegaScaleLoader(config) as loader:
+    iterator = iter(loader)
+    next(iterator)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            for _ in range(100):
+                next(iterator)
+        except ForkError:
+            os._exit(0)
+        os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    next(iterator)
+print("status", status)
+"""
+
+
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
+def test_an_open_iterator_in_a_forked_child(mixed: Corpus, runtime: str) -> None:
+    """The thread that reads for it is not there: an error that says so, not a wait without end (status 14)."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FORK, mixed.files["web"].pattern, runtime],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "status 0" in done.stdout, done.stdout
+
+
+def test_two_jobs_of_one_config(mixed: Corpus) -> None:
+    """The same places of the same stream, opened twice in one process, at different paces."""
+
+    def body() -> None:
+        config = config_for(mixed, prefetch_steps=0, plan_window=1)
+        with World(config, 2) as one, World(config, 2) as two:
+            slow, fast = one.steps(4), two.steps(12)
+            slow += one.steps(8)
+        assert [step.certificate for step in slow] == [step.certificate for step in fast]
 
     watched(body)
 

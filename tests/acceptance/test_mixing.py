@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +37,7 @@ def new_mixer(
 
 
 def draw(mixer: DeadlineMixer, count: int) -> list[int]:
-    found = []
-    for _ in range(count):
-        source = mixer.choose()
-        assert source is not None
-        mixer.take(source, 1)
-        found.append(source)
-    return found
+    return list(islice(mixer.draws(), count))
 
 
 def worst_distance(draws: list[int], weights: list[float]) -> float:

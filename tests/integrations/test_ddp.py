@@ -85,6 +85,20 @@ def test_four_ranks_resume_as_two_with_twice_the_accumulation(corpus: Path, tmp_
         assert [line["weight"] for line in log[0] if line["stepped"]] == pytest.approx(weights, rel=1e-9)
 
 
+def test_filler_rows_change_no_gradient(corpus: Path, tmp_path: Path) -> None:
+    """Three rows a step on two ranks: one microbatch of the four holds nothing to learn from."""
+    setup = ["--size", 3, "--micro", 1, "--steps", 6]
+    train(corpus, tmp_path / "one", *setup, "--accumulate", 3)
+    train(corpus, tmp_path / "two", *setup, "--accumulate", 2, "--strategy", "ddp", "--devices", 2)
+    one, two = read_log(tmp_path / "one/whole"), read_log(tmp_path / "two/whole", 2)
+    assert sum(line["ids"] == [[]] for lines in two for line in lines) == 6
+    real = {step: [row for row in rows if row[0]] for step, rows in steps_of(two).items()}
+    assert real == steps_of(one)
+    weights = [line["weight"] for line in one[0] if line["stepped"]]
+    for lines in two:
+        assert [line["weight"] for line in lines if line["stepped"]] == pytest.approx(weights, rel=1e-9)
+
+
 def test_spawned_ranks_with_validation_in_the_middle(corpus: Path, tmp_path: Path) -> None:
     setup = ["--strategy", "ddp_spawn", "--devices", 2, "--accumulate", 2, "--size", 8, "--steps", 4]
     train(corpus, tmp_path / "plain", *setup)

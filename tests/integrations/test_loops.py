@@ -200,6 +200,45 @@ def test_renamed_datamodule_resumes(tmp_path: Path, drop: str) -> None:
     check_run(model, 3, 6, 1)
 
 
+class Wrapping(MegaScaleDataModule):
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict(), "mine": 7}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict["mine"] == 7
+        super().load_state_dict(state_dict["inner"])
+
+
+def test_datamodule_with_a_state_of_its_own_resumes(tmp_path: Path) -> None:
+    saver, data = SaveAt(tmp_path), make_data(kind=Wrapping)
+    make_trainer(max_steps=4, callbacks=[saver]).fit(Recorder(), datamodule=data)
+    model = Recorder()
+    make_trainer(max_steps=6).fit(model, datamodule=make_data(kind=Wrapping), ckpt_path=saver.saved[1])
+    check_run(model, 2, 6, 1)
+    model = Recorder()
+    make_trainer(max_steps=2).fit(model, datamodule=data)
+    check_run(model, 4, 6, 1)
+
+
+def test_trainer_that_goes_on_with_other_data_is_left_alone() -> None:
+    class Plain(Recorder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch).sum()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            pass
+
+    trainer, data = make_trainer(max_steps=2), make_data()
+    trainer.fit(Recorder(), datamodule=data)
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(Plain(), torch.utils.data.DataLoader(torch.zeros(4, 2)))
+    assert trainer.global_step == 6
+    trainer.fit_loop.epoch_loop.max_steps = 8
+    model = Recorder()
+    trainer.fit(model, datamodule=data)
+    check_run(model, 2, 4, 1)
+
+
 def test_checkpoint_without_a_position_is_announced(tmp_path: Path) -> None:
     saver = SaveAt(tmp_path)
     make_trainer(max_steps=2, callbacks=[saver]).fit(Recorder(), datamodule=make_data())

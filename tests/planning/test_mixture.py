@@ -1,5 +1,7 @@
 """Earliest-deadline mixing: shares held at every prefix, exhaustion, resume with the same floats."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 
@@ -19,12 +21,7 @@ def mixer(weights, *, share=None, given=None, names=None, **options):
 
 
 def draw(one, count):
-    drawn = []
-    for _ in range(count):
-        source = one.choose()
-        one.take(source, 1)
-        drawn.append(source)
-    return drawn
+    return list(islice(one.draws(), count))
 
 
 def largest_lag(drawn, weights):
@@ -94,13 +91,13 @@ def test_equal_debts_go_by_name_not_by_position():
 
 def test_a_retired_source_leaves_and_the_rest_share_what_follows():
     one = mixer([0.5, 0.25, 0.25])
-    drawn = []
+    drawn, draws = [], one.draws()
     while len(drawn) < 1000:
-        source = one.choose()
+        source = next(draws)
         if source == 0 and len(drawn) >= 100:
             one.retire(source)
+            draws = one.draws()
             continue
-        one.take(source, 1)
         drawn.append(source)
     assert 0 not in drawn[100:]
     assert abs(drawn.count(1) - drawn.count(2)) <= 1
@@ -108,9 +105,10 @@ def test_a_retired_source_leaves_and_the_rest_share_what_follows():
 
 def test_nothing_is_left_when_all_retire():
     one = mixer([1.0, 1.0])
-    one.retire(one.choose())
-    one.retire(one.choose())
-    assert one.choose() is None
+    one.retire(next(one.draws()))
+    one.retire(next(one.draws()))
+    assert list(one.draws()) == []
+    assert sum(one.given) == 0
 
 
 def test_by_tokens_every_prefix_is_within_one_longest_sample():
@@ -119,10 +117,8 @@ def test_by_tokens_every_prefix_is_within_one_longest_sample():
     heads = [0, 0, 0]
     one = mixer(weights, unit="tokens", head_cost=lambda source: lengths[source][heads[source]])
     given = np.zeros(3)
-    for _ in range(5000):
-        source = one.choose()
+    for source in islice(one.draws(), 5000):
         cost = lengths[source][heads[source]]
-        one.take(source, cost)
         heads[source] += 1
         given[source] += cost
         assert np.abs(given - given.sum() * np.array(weights)).max() <= 4000
@@ -132,9 +128,7 @@ def test_by_tokens_an_exhausted_source_leaves():
     left = [3, 10**9]
     one = mixer([1.0, 1.0], unit="tokens", head_cost=lambda source: 5 if left[source] else None)
     drawn = []
-    for _ in range(20):
-        source = one.choose()
-        one.take(source, 5)
+    for source in islice(one.draws(), 20):
         left[source] -= 1
         drawn.append(source)
     assert drawn.count(0) == 3

@@ -67,7 +67,7 @@ def rank(address_file: str) -> None:
 
 
 def watch(address_file: str) -> None:
-    """Read on and on; say how it ended."""
+    """Read, and wait for what never comes; say how it ended."""
     with open(address_file, "rb") as file:
         runtime = RayRuntime.connect(pickle.load(file))
     port = runtime.port()
@@ -76,10 +76,13 @@ def watch(address_file: str) -> None:
     while True:
         begun = time.monotonic()
         try:
-            port.fetch("train", "g", 0, 2, 0, -1)
+            port.fetch("train", "g", 0, 2, 4000, -1)
         except MegaScaleError as error:
             say(error=type(error).__name__, message=str(error), took=time.monotonic() - begun)
-            os._exit(0)
+            break
+    begun = time.monotonic()
+    runtime.close()
+    say(closed=time.monotonic() - begun)
 
 
 def host(address_file: str, end: str) -> None:

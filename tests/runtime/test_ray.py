@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import ray
 
 from megascale_lightning.errors import ConfigError, DataError, ForkError, NotOpenError, RoleMissingError, RuntimeFailure
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
-from megascale_lightning.runtime.ray_runtime import RayRuntime
+from megascale_lightning.runtime.ray_handles import _LOST
+from megascale_lightning.runtime.ray_runtime import RayRuntime, detached
 from megascale_lightning.types import BatchWindow, NotYet
 from tests.runtime.fakes import FakeLoader, expected, fake_plan, numbers, state
 
@@ -49,9 +51,12 @@ def test_windows_come_and_are_shared(ray_runtime: RayRuntime) -> None:
         port.open("train", "shared", client, None)
     one, two = (fetch(port, 0, client=client, generation="shared") for client in (0, 1))
     np.testing.assert_array_equal(numbers(one), expected(0, 0, 2))
-    first, second = one.tokens["input_ids"], two.tokens["input_ids"]
-    assert not first.flags.writeable
-    assert np.shares_memory(first, second), "both ranks of a node see one copy in the object store"
+    np.testing.assert_array_equal(numbers(two), numbers(one))
+    assert not one.tokens["input_ids"].flags.writeable
+    stored = [ray_runtime._caller.ask("constructor/0", "fetch", ("train", "shared", 0, 1, 0, -1), 1.0) for _ in "ab"]
+    assert np.shares_memory(*(window.tokens["input_ids"] for window in stored)), "one copy in the object store"
+    assert detached(stored[0], 1000) is stored[0], "a large window stays there"
+    assert not np.shares_memory(one.tokens["input_ids"], stored[0].tokens["input_ids"]), "a small one is copied"
     assert ray_runtime.stats()["constructor/0"]["shared"] == 1
     for client in (0, 1):
         port.consumed("train", "shared", client, 3)
@@ -93,6 +98,23 @@ def test_a_killed_role_is_replaced_and_changes_no_batch(ray_runtime: RayRuntime,
     assert after["pid"] != before["pid"]
     assert after["deaths"] == before["deaths"] + 1
     port.close("train", generation, 0)
+
+
+def test_a_window_whose_owner_died_is_asked_for_again(ray_runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert issubclass(ray.exceptions.OwnerDiedError, _LOST)
+    caller, lost = ray_runtime._caller, []
+    get = caller._get
+
+    def flaky(handle: Any, reference: Any) -> Any:
+        value = get(handle, reference)
+        if isinstance(value, BatchWindow) and len(lost) < 2:
+            lost.append(value)
+            raise ray.exceptions.OwnerDiedError(reference.hex(), None, "")
+        return value
+
+    monkeypatch.setattr(caller, "_get", flaky)
+    np.testing.assert_array_equal(numbers(fetch(ray_runtime.port(), 0, generation="owner")), expected(0, 0, 2))
+    assert len(lost) == 2
 
 
 def test_the_name_is_taken_again_at_once(ray_runtime: RayRuntime) -> None:

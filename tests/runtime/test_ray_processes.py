@@ -69,8 +69,9 @@ def test_the_other_ranks_hear_of_the_first_ones_death(scenario: Callable[..., An
     host.process.kill()
     said = other.hear()
     assert said["error"] == "RayUnreachableError", said
-    assert said["took"] < 40
-    assert other.process.wait(10) == 0
+    assert said["took"] < 30
+    other.hear()
+    assert other.process.wait(30) == 0, "it lives on, and ends as it wants"
 
 
 def test_a_wrong_token_is_named(scenario: Callable[..., Any], tmp_path: Path) -> None:

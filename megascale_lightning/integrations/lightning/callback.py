@@ -33,6 +33,7 @@ class MegaScaleStateCallback(L.Callback):
     def __init__(self) -> None:
         self._data: MegaScaleDataModule | None = None
         self._info: BatchInfo | None = None
+        self._served = False
 
     @property
     def state_key(self) -> str:
@@ -41,19 +42,21 @@ class MegaScaleStateCallback(L.Callback):
 
     def attach(self, data: MegaScaleDataModule) -> None:
         """Work for this DataModule from now on."""
-        self._data, self._info = data, None
+        self._data, self._info, self._served = data, None, True
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check that there is a stream to keep the position of."""
-        if self._data is None:
+        if self._data is not None and stage == "fit" and not self._data.running:
+            self._data = None  # the trainer goes on with other data
+        if not self._served:
             raise ConfigError(
                 "MegaScaleStateCallback needs a MegaScaleDataModule: call trainer.fit(model, "
                 "datamodule=MegaScaleDataModule(...)), which brings the callback itself"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `MegaScaleDataModule.state_dict` returns: local, JSON-like."""
-        return {} if self._data is None else self._data.state_dict()
+        """Return the position of the training stream: local, JSON-like."""
+        return {} if self._data is None else self._data.position()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take out the copy that Lightning makes of the loader's state: it would load it at another time than ours."""
@@ -73,7 +76,7 @@ class MegaScaleStateCallback(L.Callback):
                     stacklevel=2,
                 )
             return
-        self._data.load_state_dict(state)
+        self._data.load_position(state)
         loops = (checkpoint.get("loops") or {}).get("fit_loop")
         if loops:
             now = self._data.num_microbatches
@@ -82,8 +85,11 @@ class MegaScaleStateCallback(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Drop a batch that was fetched before the state arrived (FSDP and ModelParallel restore late)."""
-        assert self._data is not None
         self._info = None
+        if not isinstance(trainer.fit_loop._data_source.instance, L.LightningDataModule):
+            self._data = None  # the trainer was given loaders; it has only kept, and set up, the DataModule of before
+        if self._data is None:
+            return
         fetcher = trainer.fit_loop._data_fetcher
         if self._data.batches_outdated and fetcher is not None:
             iter(fetcher)
@@ -98,8 +104,7 @@ class MegaScaleStateCallback(L.Callback):
         Raises:
             StreamError: The data have ended, and the trainer wants more steps.
         """
-        assert self._data is not None
-        if self._data.ended:
+        if self._data is not None and self._data.ended:
             raise StreamError(
                 f"the data ended after step {self._data.next_step - 1}, before what the trainer was asked for "
                 f"(min_steps={trainer.min_steps}, min_epochs={trainer.min_epochs}): lower these, or give the sources "
@@ -110,9 +115,10 @@ class MegaScaleStateCallback(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Check that the batch is the one that comes next."""
-        info = _info_of(batch)
-        self._check_arrival(info)
-        self._info = info
+        if self._data is not None:
+            info = _info_of(batch)
+            self._check_arrival(info, self._data.next_step)
+            self._info = info
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
         """Refuse a loss of nan on a microbatch without targets: a mean over no token."""
@@ -129,24 +135,19 @@ class MegaScaleStateCallback(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch as consumed; end the training where the stream ends."""
-        assert self._data is not None
+        if self._data is None:
+            return
         info = _info_of(batch)
         self._data.mark_consumed(info)
         if info.is_last_in_stream and info.is_last_in_step:
             trainer.should_stop = True
 
-    def _check_arrival(self, info: BatchInfo) -> None:
-        last, first = self._info, info.microbatch == 0
-        if last is None:
-            assert self._data is not None
-            fits = first and info.step == self._data.next_step
-            wanted = f"step {self._data.next_step}, microbatch 0"
-        else:
-            # An epoch that was left in the middle of a step begins again with that step.
-            next_step = last.step + 1 if last.is_last_in_step else last.step
-            fits = info.step == next_step and (first or info.microbatch == last.microbatch + 1)
-            wanted = f"step {next_step}, microbatch {0 if last.is_last_in_step else last.microbatch + 1}"
-        if not fits:
+    def _check_arrival(self, info: BatchInfo, step: int) -> None:
+        last = self._info
+        due = 0 if last is None or last.is_last_in_step else last.microbatch + 1
+        # An epoch that was left in the middle of a step begins again with that step.
+        if info.step != step or info.microbatch not in (0, due):
+            wanted = f"step {step}, microbatch {due}"
             raise StreamError(
                 f"a batch of step {info.step}, microbatch {info.microbatch} arrived where {wanted} was due: was the "
                 "loader iterated outside of the trainer, or were batches skipped?"

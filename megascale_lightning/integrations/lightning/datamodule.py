@@ -194,12 +194,8 @@ class MegaScaleDataModule(L.LightningDataModule):
         return dict(self._val) if isinstance(self.config.val_sources, Mapping) else self._val[names[0]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the training stream: what was trained on, not what was fetched.
-
-        Local and JSON-like; nothing is called, so it may come at any time, also from a signal handler.
-        """
-        train = self._train
-        return dict(self._state) if train is None else {**train.state_dict(), "trainer": self._resolved()}
+        """Return `position()`: what was trained on, not what was fetched."""
+        return self.position()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position; before `setup()` it is kept until then.
@@ -210,11 +206,8 @@ class MegaScaleDataModule(L.LightningDataModule):
             StateError: The state is of other data or other settings.
         """
         trainer = self.trainer
-        if not state_dict or (trainer is not None and trainer.state.fn not in (None, TrainerFn.FITTING)):
-            return
-        self._state = dict(state_dict)
-        if self._train is not None:
-            self._load(self._state)
+        if state_dict and (trainer is None or trainer.state.fn in (None, TrainerFn.FITTING)):
+            self.load_position(state_dict)
 
     def on_exception(self, exception: BaseException) -> None:
         """End what this rank started; the others may be gone, so nobody is waited for."""
@@ -230,6 +223,24 @@ class MegaScaleDataModule(L.LightningDataModule):
 
     # --- what the state callback and users call ---------------------------------------------------------------------
 
+    def position(self) -> dict[str, Any]:
+        """Return the state of the training stream behind the last step that was taken; empty before the first start.
+
+        Local and JSON-like; nothing is called, so it may come at any time, also from a signal handler.
+        """
+        train = self._train
+        return dict(self._state) if train is None else {**train.state_dict(), "trainer": self._resolved()}
+
+    def load_position(self, position: Mapping[str, Any]) -> None:
+        """Go on from what `position()` gave, here or in another run.
+
+        Raises:
+            StateError: The state is of other data or other settings.
+        """
+        self._state = dict(position)
+        if self._train is not None:
+            self._load(self._state)
+
     def mark_consumed(self, info: BatchInfo) -> None:
         """Count a batch of the training stream as trained on."""
         if self._train is None:
@@ -237,14 +248,19 @@ class MegaScaleDataModule(L.LightningDataModule):
         self._train.mark_consumed(info)
 
     @property
+    def running(self) -> bool:
+        """Whether `setup()` was called, and the end has not come yet."""
+        return self._session is not None
+
+    @property
     def next_step(self) -> int:
         """The first step that was not taken, from 0."""
-        return int(self.state_dict().get("step", 0))
+        return int(self._state.get("step", 0)) if self._train is None else self._train.step
 
     @property
     def ended(self) -> bool:
-        """Every step that the data give was taken."""
-        return bool(self.state_dict().get("ended", False))
+        """Whether every step that the data give was taken."""
+        return bool(self.position().get("ended", False))
 
     @property
     def last_info(self) -> BatchInfo | None:
@@ -254,7 +270,7 @@ class MegaScaleDataModule(L.LightningDataModule):
     @property
     def certificate(self) -> str | None:
         """The order certificate of all steps taken so far, in hex; None before the first start."""
-        return self.state_dict().get("certificate") if self._train is None else self._train.certificate
+        return self._state.get("certificate") if self._train is None else self._train.certificate
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -318,7 +334,7 @@ class MegaScaleDataModule(L.LightningDataModule):
         session = self._session
         if session is None:
             return
-        self._state = self.state_dict()
+        self._state = self.position()
         loaders = [loader for loader in (self._train, *self._val.values()) if loader is not None]
         self._session, self._train, self._val, self.batches_outdated = None, None, {}, False
         try:
@@ -331,7 +347,7 @@ class MegaScaleDataModule(L.LightningDataModule):
         # Handles of processes do not travel; whoever gets the copy sets it up again.
         return {
             **self.__dict__,
-            "_state": self.state_dict(),
+            "_state": self.position(),
             "_session": None,
             "_train": None,
             "_val": {},
