@@ -115,7 +115,7 @@ class Observer(L.Callback):
         self.losses.setdefault(info.step, []).append(float(trainer.callback_metrics["loss"]))
 
     def on_train_end(self, trainer, module) -> None:
-        seen = trainer.datamodule.train_dataloader().last_reports
+        seen = trainer.datamodule.last_reports
         self.reports = [report for report in seen if report.step in self.samples]
 
     def mean_loss(self, steps: list[int]) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from megascale_lightning.types import BatchWindow, LoaderState, StepReport
 
 if TYPE_CHECKING:
     from megascale_lightning.client.session import LoadingSession
-    from megascale_lightning.config import LoaderConfig
+    from megascale_lightning.config import LoaderConfig, StreamSpec
     from megascale_lightning.places.tree import ClientPlaceTree
 
 __all__ = ["MegaScaleLoader"]
@@ -58,22 +60,28 @@ class MegaScaleLoader:
     ) -> None:
         from megascale_lightning.client.session import LoadingSession
 
-        self._owns = session is None
         self._session = session or LoadingSession.shared(config, tree=tree, accumulate=accumulate)
-        self._spec = self._session.spec(stream)
+        self._reader: StreamReader | None = None
+        self._readers: list[StreamReader] = []
+        self._current: object = None
+        self._handed: BatchInfo | None = None
+        # A loader that is dropped without `close` must not hold other ranks back.
+        weakref.finalize(self, _stop_all, self._readers).atexit = False
+        self._owns = session is None
+        self._closed = False
+        try:
+            self._spec = self._session.spec(stream)
+            self._group = self._session.tree.data_group(rank)
+        except BaseException:
+            self.close()
+            raise
         self._rank = rank
-        self._group = self._session.tree.data_group(rank)
         self._auto_consume = auto_consume
         self._interrupted = interrupted
         self._number = self._session.next_number(stream, rank)
         self._state = self._session.initial_state(stream)
         self._loads = 0
         self._opens = 0
-        self._reader: StreamReader | None = None
-        self._stopped: list[StreamReader] = []
-        self._current: object = None
-        self._handed: BatchInfo | None = None
-        self._closed = False
         self.last_info: BatchInfo | None = None
         """Of the microbatch handed out last."""
         self.last_reports: deque[StepReport] = deque(maxlen=_REPORTS)
@@ -144,7 +152,7 @@ class MegaScaleLoader:
             return
         self._closed = True
         self._leave()
-        for reader in self._stopped:
+        for reader in self._readers:
             reader.close()
         if self._owns:
             self._session.leave()
@@ -177,7 +185,7 @@ class MegaScaleLoader:
         self._opens += 1
         reader = StreamReader(
             self._session.port,
-            self._finish,
+            partial(_finish, self._spec, self.last_reports),
             stream=self.stream,
             generation=self._generation(self._state),
             group=self._group,
@@ -189,10 +197,7 @@ class MegaScaleLoader:
         # The old generation is left only now, so that what both need stays in memory.
         self._leave()
         self._reader = reader
-
-    def _finish(self, window: BatchWindow, first_step: int) -> Iterator[tuple[dict[str, Any], BatchInfo]]:
-        self.last_reports.extend(report for report in window.reports if report.step >= first_step)
-        return finish(window, self._spec, first_step=first_step)
+        self._readers.append(reader)
 
     def _generation(self, state: LoaderState) -> str:
         """The same on all ranks, another for every open."""
@@ -235,11 +240,22 @@ class MegaScaleLoader:
     def _leave(self) -> None:
         """Stop the running reader, if there is one; it is waited for at `close`."""
         self._current = self._handed = None
-        self._stopped = [reader for reader in self._stopped if not reader.ended]
         if self._reader is not None:
             self._reader.stop()
-            self._stopped.append(self._reader)
             self._reader = None
+        self._readers[:] = [reader for reader in self._readers if not reader.ended]
+
+
+def _finish(
+    spec: StreamSpec, reports: deque[StepReport], window: BatchWindow, first_step: int
+) -> Iterator[tuple[dict[str, Any], BatchInfo]]:
+    reports.extend(report for report in window.reports if report.step >= first_step)
+    return finish(window, spec, first_step=first_step)
+
+
+def _stop_all(readers: list[StreamReader]) -> None:
+    for reader in readers:
+        reader.stop()
 
 
 class _Microbatches(Iterator[dict[str, Any]]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any, Final
 
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.errors import NotOpenError, StalledError
+from megascale_lightning.runtime.forks import check_process
 from megascale_lightning.runtime.port import BatchPort
 from megascale_lightning.types import BatchWindow, LoaderState, NotYet
 
@@ -58,6 +60,7 @@ class StreamReader:
         self._stall_timeout = stall_timeout
         self._stopping = threading.Event()
         self._waiting = False
+        self._pid = os.getpid()
         port.open(stream, generation, client, state)
         self._thread = threading.Thread(target=self._run, name=f"megascale-{stream}-{client}", daemon=True)
         self._thread.start()
@@ -68,7 +71,9 @@ class StreamReader:
         Raises:
             InterruptedError: `interrupted` turned true while waiting.
             MegaScaleError: What stopped the thread.
+            ForkError: This process was forked from the one that reads.
         """
+        check_process(self._pid)
         while True:
             try:
                 item = self._ready.get(timeout=_POLL_S)
@@ -99,12 +104,15 @@ class StreamReader:
 
     def stop(self) -> None:
         """Stop reading; the thread leaves the stream as soon as its current call is answered. Waits for nothing."""
-        self._stopping.set()
-        self._drain()
+        if os.getpid() == self._pid:
+            self._stopping.set()
+            self._drain()
 
     def close(self) -> None:
-        """Stop reading and wait until the stream is left; a second call does nothing."""
-        self._stopping.set()
+        """Stop reading and wait until the stream is left; a second call does nothing, as does one after a fork."""
+        if os.getpid() != self._pid:
+            return
+        self.stop()
         while self._thread.is_alive():
             self._drain()
             self._thread.join(timeout=0.05)

@@ -68,6 +68,7 @@ class LoadingSession:
         self.port: BatchPort = self._runtime.port()
         self._numbers: Counter[tuple[str, int]] = Counter()
         self._users = 0
+        self._pid = os.getpid()
         self._key: _Key | None = None
         self._closed = False
 
@@ -115,7 +116,7 @@ class LoadingSession:
         Args:
             barrier: Meets all ranks; None where they cannot meet (an exception) or there is one only.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         leads = self._alone or self._rank == 0

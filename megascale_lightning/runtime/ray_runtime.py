@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from megascale_lightning.errors import RuntimeFailure
+from megascale_lightning.runtime.forks import check_process
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
 from megascale_lightning.runtime.ray_environment import import_settings
-from megascale_lightning.runtime.ray_session import RayAddress, RaySession, check_process
+from megascale_lightning.runtime.ray_session import RayAddress, RaySession
 from megascale_lightning.types import BatchWindow, LoaderState, NotYet
 
 __all__ = ["RayPort", "RayRuntime"]

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from megascale_lightning.errors import ConfigError, ForkError, MegaScaleWarning, RayUnreachableError, RuntimeFailure
+from megascale_lightning.errors import ConfigError, MegaScaleWarning, RayUnreachableError, RuntimeFailure
+from megascale_lightning.runtime.forks import check_process
 from megascale_lightning.runtime.ray_environment import (
     EMBEDDED_SETTINGS,
     RayEnvironment,
@@ -29,7 +30,7 @@ from megascale_lightning.runtime.ray_environment import (
 )
 from megascale_lightning.runtime.ray_orphans import OrphanGuard
 
-__all__ = ["RayAddress", "RaySession", "check_process"]
+__all__ = ["RayAddress", "RaySession"]
 
 logger = logging.getLogger(__name__)
 
@@ -193,16 +194,6 @@ class RaySession:
                 if self._connection.guard is not None:
                     self._connection.guard.dismiss()
                 self._connection.environment.restore()
-
-
-def check_process(pid: int) -> None:
-    """Raise `ForkError` in a process forked after `pid` made the handle."""
-    if os.getpid() != pid:
-        raise ForkError(
-            f"this loader belongs to process {pid} and was used in process {os.getpid()}, forked from it, where Ray "
-            "does not work (calls would hang). Do not put the loader into a DataLoader with num_workers > 0 and do not "
-            "fork while iterating: iterate it directly, its reading is parallel already"
-        )
 
 
 def _existing(wanted: str | None) -> _Connection | None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from megascale_lightning import ClientPlaceTree, LoaderConfig, MegaScaleLoader, PackedRows, PaddedRows
+from megascale_lightning.constructing.constructor import DataConstructor
+from megascale_lightning.types import NotYet
 
 from .conftest import SEQ_LEN
 from .data import Corpus
@@ -279,7 +281,8 @@ def test_a_validation_that_is_broken_off(mixed: Corpus) -> None:
 _FORK = """
 import os, signal, sys
 from megascale_lightning import ForkError, LoaderConfig, MegaScaleLoader, PackedRows, Source
-config = LoaderConfig(sources=[Source("web", sys.argv[1])], rows=PackedRows(64, 2), global_batch_size=8, runtime=sys.argv[2])
+source = Source("web", sys.argv[1])
+config = LoaderConfig(sources=[source], rows=PackedRows(64, 2), global_batch_size=8, runtime=sys.argv[2])
 with MegaScaleLoader(config) as loader:
     iterator = iter(loader)
     next(iterator)
@@ -310,6 +313,27 @@ def test_an_open_iterator_in_a_forked_child(mixed: Corpus, runtime: str) -> None
     )
     assert done.returncode == 0, done.stderr
     assert "status 0" in done.stdout, done.stdout
+
+
+def test_a_constructor_that_lags(mixed: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nothing yet whenever it is first asked for a window: everybody waits, and the same batches come."""
+    config = config_for(mixed, plan_window=5)
+    expected = run_world(config, 2, steps=20)
+    fetch = DataConstructor.fetch
+    asked: set[tuple[int, int]] = set()
+
+    def late(self: DataConstructor, *args: Any) -> Any:
+        _, _, group, _, first_step, _ = args
+        if (group, first_step) not in asked:
+            asked.add((group, first_step))
+            return NotYet("it lags behind")
+        return fetch(self, *args)
+
+    monkeypatch.setattr(DataConstructor, "fetch", late)
+    found = watched(lambda: run_world(replace(config), 2, steps=20))
+    assert len(asked) >= 8
+    assert [step.certificate for step in found] == [step.certificate for step in expected]
+    assert [step.rows for step in found] == [step.rows for step in expected]
 
 
 def test_two_jobs_of_one_config(mixed: Corpus) -> None:

@@ -1,4 +1,4 @@
-"""`kill -9` of a role in the middle of a run: the same steps follow (law 10), and the loaders never saw torch (law 8)."""
+"""`kill -9` of a role in the middle of a run: the same steps follow (law 10); the loaders never saw torch (law 8)."""
 
 from __future__ import annotations
 

@@ -331,6 +331,24 @@ class TestLen:
                 loader.load_state_dict(state_after(undisturbed, 3))
                 assert len(loader) == 7 * microbatches, "never what is left"
 
+    def test_an_iterator_ends_with_its_epoch(
+        self, mixed: Corpus, undisturbed: tuple[dict[str, Any], list[Step]]
+    ) -> None:
+        """A loop gives what is left of an epoch, the next one the next; an epoch that is done gives no empty loop."""
+
+        def steps_of(loader: MegaScaleLoader) -> list[int]:
+            return [batch["megascale"].step for batch in loader if batch["megascale"].is_last_in_step]
+
+        config = config_for(mixed, steps_per_epoch=7)
+        with MegaScaleLoader(config) as loader:
+            assert steps_of(loader) == list(range(7))
+            assert steps_of(loader) == list(range(7, 14))
+        for count, first in ((3, [3, 4, 5, 6]), (7, list(range(7, 14))), (13, [13])):
+            with MegaScaleLoader(config) as loader:
+                loader.load_state_dict(state_after(undisturbed, count))
+                assert steps_of(loader) == first
+                assert steps_of(loader) == list(range(first[-1] + 1, first[-1] + 8))
+
 
 def test_the_state_moves_at_the_last_microbatch(mixed: Corpus) -> None:
     with MegaScaleLoader(config_for(mixed)) as loader:

@@ -1,13 +1,17 @@
 """The planner without any runtime: order, exactly once, bounds, rewinding, what is freed, what is refused."""
 
+import struct
 from collections import Counter
 from dataclasses import replace
+from hashlib import blake2b
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from megascale_lightning.checkpointing.state import from_json, to_json
 from megascale_lightning.errors import DataError, EmptySourceError, NotOpenError, StateError
+from megascale_lightning.planning.stepping import initial_state
 from megascale_lightning.planning.strategies import RoundRobin
 from megascale_lightning.types import NotYet
 from tests.planning.fakes import Drive, FakeData, rows_of
@@ -35,6 +39,32 @@ def test_the_order_depends_on_nothing_but_data_and_order_config(padded, unit):
     assert certificates(2, strategy=RoundRobin()) == plain
     for groups in (2, 3, 4):
         assert certificates(1, groups=groups, num_microbatches=-(-12 // (2 * groups))) == plain
+
+
+def test_the_certificate_is_the_chained_hash_of_step_row_and_pieces():
+    """Written out by hand: whoever has the rows of all steps can compute it, and no row can move without it."""
+    data = FakeData([50, 70, 90], longest=150)
+    drive = Drive(data, data.spec(rows=12, epochs=None))
+    plans = drive.run(6, 3)
+    before = drive.states[0].certificate
+    for plan in plans:
+        bounds = plan.row_offsets.tolist()
+        row_of = [row for row, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
+        columns = [
+            row_of,
+            *(plan.pieces[name].tolist() for name in ("source", "epoch", "unit", "row", "start", "stop")),
+        ]
+        hashed = b"".join(struct.pack(f"<{len(column)}i", *column) for column in columns)
+        before = blake2b(before + struct.pack("<q", plan.step) + hashed, digest_size=32).digest()
+        assert drive.states[plan.step + 1].certificate == before
+
+
+def test_the_certificate_begins_with_the_names_of_the_sources():
+    data = FakeData([50, 70])
+    one = data.spec()
+    other = replace(one, sources=tuple(replace(source, name=f"{source.name}x") for source in one.sources))
+    assert initial_state(one).certificate == initial_state(data.spec()).certificate
+    assert initial_state(one).certificate != initial_state(other).certificate
 
 
 @pytest.mark.parametrize("padded", [False, True])

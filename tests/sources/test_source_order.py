@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megascale_lightning.sources.files import FileInfo
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.order import num_windows, part_permutation, window_parts
+from megascale_lightning.sources.order import num_windows, part_permutation, window_parts, window_units_of
 from megascale_lightning.sources.seeding import derive_permutation
 
 
@@ -53,6 +53,20 @@ def test_order_depends_on_seed_epoch_and_stream_alone():
     assert records_of(manifest, window_units=4, part_bytes=100, seed=1) != base
     assert records_of(manifest, window_units=4, part_bytes=100, epoch=1) != base
     assert records_of(manifest, window_units=4, part_bytes=100, stream="val/0") != base
+
+
+def test_each_name_in_the_key_of_a_permutation_counts():
+    part = {"source_name": "web", "stream": "train", "seed": 0, "epoch": 0, "window": 0, "part": 0}
+    base = part_permutation(60, **part, shuffle=True).tolist()
+    changes = {"source_name": "code", "stream": "val/0", "seed": 1, "epoch": 1, "window": 1, "part": 1}
+    for name, value in changes.items():
+        assert part_permutation(60, **(part | {name: value}), shuffle=True).tolist() != base, name
+    manifest = manifest_of([7] * 60, [50] * 60)
+    window = {name: value for name, value in part.items() if name != "part"} | {"window_units": 60}
+    units = window_units_of(manifest, **window, shuffle=True).tolist()
+    assert sorted(units) == list(range(60))
+    for name in ("source_name", "stream", "seed", "epoch"):
+        assert window_units_of(manifest, **(window | {name: changes[name]}), shuffle=True).tolist() != units, name
 
 
 def test_large_units_are_cut_and_small_ones_grouped():

@@ -13,6 +13,7 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from megascale_lightning.checkpointing.state import STATE_KEY
 from megascale_lightning.errors import ConfigError, MegaScaleWarning, StreamError
 from megascale_lightning.integrations.lightning.progress import settle_progress
 
@@ -20,11 +21,9 @@ if TYPE_CHECKING:
     from megascale_lightning.client.info import BatchInfo
     from megascale_lightning.integrations.lightning.datamodule import MegaScaleDataModule
 
-__all__ = ["STATE_KEY", "MegaScaleStateCallback"]
+__all__ = ["MegaScaleStateCallback"]
 
 logger = logging.getLogger(__name__)
-
-STATE_KEY = "megascale_lightning"
 
 
 class MegaScaleStateCallback(L.Callback):
@@ -60,7 +59,8 @@ class MegaScaleStateCallback(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take out the copy that Lightning makes of the loader's state: it would load it at another time than ours."""
-        (checkpoint.get("loops") or {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+        if self._data is not None:
+            (checkpoint.get("loops") or {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Find the stream's state, whatever key it lies under, and make Lightning's counters agree with it."""

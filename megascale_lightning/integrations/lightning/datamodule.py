@@ -21,6 +21,7 @@ from megascale_lightning.integrations.lightning.limits import check_trainer, mic
 from megascale_lightning.integrations.meshes import tree_of_trainer
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.sources.source import Source
+from megascale_lightning.types import StepReport
 
 __all__ = ["MegaScaleDataModule"]
 
@@ -138,6 +139,7 @@ class MegaScaleDataModule(L.LightningDataModule):
         self._places: tuple[ClientPlaceTree, int] | None = None
         self._train: MegaScaleLoader | None = None
         self._val: dict[str, MegaScaleLoader] = {}
+        self._reports: list[StepReport] = []
 
     # --- what the trainer calls -------------------------------------------------------------------------------------
 
@@ -268,6 +270,11 @@ class MegaScaleDataModule(L.LightningDataModule):
         return None if self._train is None else self._train.last_info
 
     @property
+    def last_reports(self) -> list[StepReport]:
+        """How even the last steps that were read were, oldest first; kept when training has ended."""
+        return self._reports if self._train is None else list(self._train.last_reports)
+
+    @property
     def certificate(self) -> str | None:
         """The order certificate of all steps taken so far, in hex; None before the first start."""
         return self._state.get("certificate") if self._train is None else self._train.certificate
@@ -334,7 +341,7 @@ class MegaScaleDataModule(L.LightningDataModule):
         session = self._session
         if session is None:
             return
-        self._state = self.position()
+        self._state, self._reports = self.position(), self.last_reports
         loaders = [loader for loader in (self._train, *self._val.values()) if loader is not None]
         self._session, self._train, self._val, self.batches_outdated = None, None, {}, False
         try:
