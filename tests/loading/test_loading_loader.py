@@ -9,6 +9,7 @@ from megascale_lightning.config import PackedRows, PaddedRows
 from megascale_lightning.errors import ConfigError, DataError, ReplayError
 from megascale_lightning.loading import LoadedSource, SourceLoader
 from megascale_lightning.sources import Source, build_manifest
+from megascale_lightning.sources.parquet import MAX_OPEN_FILES
 from megascale_lightning.types import PartKey, TakeRequest
 
 FIRST = PartKey("train", 0, 0, 0, 0)
@@ -115,6 +116,18 @@ def test_an_empty_take():
     assert (block.num_pieces, len(block.tokens["input_ids"].values)) == (0, 0)
     block = loader.take([TakeRequest(FIRST, loader.describe(FIRST).pieces[:0])])
     assert block.tokens["input_ids"].offsets.tolist() == [0]
+
+
+def test_few_files_are_open_over_all_sources(tmp_path):
+    for name in ("a", "b"):
+        for file in range(12):
+            pq.write_table(pa.table({"input_ids": [[1, 2, 3]]}), tmp_path / f"{name}{file}.parquet")
+    loader = loader_of(*[Source(name, str(tmp_path / f"{name}*.parquet")) for name in ("a", "b")])
+    for source in (0, 1):
+        assert sum(len(meta.pieces) for meta in metas_of(loader, source)) == 12
+    assert loader.stats()["open_files"] == MAX_OPEN_FILES == 16
+    loader.shutdown()
+    assert loader.stats()["open_files"] == 0
 
 
 def test_token_types_are_kept_or_narrowed(tmp_path):
@@ -275,6 +288,20 @@ def test_replay_of_other_data_is_refused():
         take_all(loader, meta)
     grown[0] = 40
     with pytest.raises(ReplayError):
+        take_all(loader, meta)
+
+
+def test_replay_with_other_targets_is_refused():
+    """The lengths are the same, but not what `step_loss_tokens` was counted from."""
+    counted = [1]
+    source = Source(
+        "web", [{"x": 1}], transform=lambda sample: {"input_ids": [1, 2, 3], "loss_mask": [1, 1, counted[0]]}
+    )
+    loader = loader_of(source, rows=PackedRows(16, 1, token_fields=("loss_mask",)))
+    meta = loader.describe(FIRST)
+    loader.release([FIRST])
+    counted[0] = 0
+    with pytest.raises(ReplayError, match="3 tokens with 1 targets where it gave 3 tokens with 2 targets"):
         take_all(loader, meta)
 
 

@@ -1,8 +1,11 @@
 import errno
 import functools
 import random
+import threading
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megascale_lightning.config import PackedRows
@@ -65,6 +68,94 @@ def test_randomness_is_a_function_of_seed_and_sample(transform):
     assert ids_by_row(transform, shuffle=False) == base
     assert ids_by_row(transform, seed=1) != base
     assert ids_by_row(transform, epoch=1) != base
+
+
+def drawn_by_argument(sample, rng):
+    return {"input_ids": rng.integers(1 << 30, size=4)}
+
+
+def drawn_from_python(sample):
+    return {"input_ids": [random.randrange(1 << 30) for _ in range(4)]}
+
+
+def drawn_from_numpy(sample):
+    return {"input_ids": np.random.randint(1 << 30, size=4)}  # noqa: NPY002
+
+
+def drawn_from_torch(sample):
+    return {"input_ids": pytest.importorskip("torch").randint(1 << 30, (4,)).tolist()}
+
+
+DRAWN = [drawn_by_argument, drawn_from_python, drawn_from_numpy, drawn_from_torch]
+
+
+@pytest.mark.parametrize("transform", DRAWN)
+def test_every_name_of_a_sample_counts_and_where_it_lies_in_a_part_does_not(tmp_path, transform):
+    """Source, epoch, unit and row: no two samples share a draw; and none changes with the cut into parts."""
+    pq.write_table(
+        pa.table({"x": [list(range(50 * n, 50 * n + 50)) for n in range(40)]}),
+        tmp_path / "a.parquet",
+        row_group_size=20,
+    )
+
+    def draws(part_bytes):
+        sources = [Source(name, str(tmp_path / "a.parquet"), transform=transform) for name in ("web", "code")]
+        loaded = [LoadedSource(source, build_manifest(source)) for source in sources]
+        loader = SourceLoader({"train": loaded}, PackedRows(64, 1), 0, 2, part_bytes, 1 << 20)
+        found = {}
+        for source, epoch in ((0, 0), (1, 0), (0, 1)):
+            for part in range(99):
+                meta = loader.describe(PartKey("train", source, epoch, 0, part))
+                ids = loader.take([TakeRequest(meta.key, meta.pieces)]).tokens["input_ids"].values.reshape(-1, 4)
+                names = meta.pieces[["unit", "row"]].tolist()
+                found |= {(source, epoch, *name): tuple(drawn) for name, drawn in zip(names, ids.tolist(), strict=True)}
+                if meta.last_in_window:
+                    break
+        return found, part
+
+    whole, last = draws(1 << 30)
+    assert len(whole) == len(set(whole.values())) == 3 * 40
+    cut, last_of_cut = draws(500)
+    assert last_of_cut > last == 0
+    assert cut == whole
+
+
+@pytest.mark.parametrize("transform", DRAWN)
+def test_what_the_caller_has_drawn_before_does_not_matter(transform):
+    torch = pytest.importorskip("torch")
+    found = []
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.manual_seed(seed)
+        found.append(ids_by_row(transform))
+    assert found[0] == found[1]
+
+
+def test_code_that_may_draw_from_global_states_is_alone_with_them():
+    inside, most, met = [], [], threading.Event()
+
+    def transform(sample):
+        inside.append(1)
+        most.append(len(inside))
+        if len(inside) > 1:
+            met.set()
+        elif sample["n"] == 0:
+            met.wait(0.3)
+        inside.pop()
+        return {"input_ids": [sample["n"]]}
+
+    source = Source("web", RECORDS, transform=transform)
+    loader = SourceLoader(
+        {name: [LoadedSource(source, build_manifest(source))] for name in "ab"}, PackedRows(64, 1), 0, 4, 1 << 20, 1
+    )
+    threads = [threading.Thread(target=loader.describe, args=(PartKey(name, 0, 0, 0, 0),)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(most) == 2 * len(RECORDS)
+    assert max(most) == 1
 
 
 def test_the_callers_random_states_are_untouched():
