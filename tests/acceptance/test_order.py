@@ -113,7 +113,7 @@ RAY = [
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize(("num_loaders", "prefetch", "window", "strategy", "dp"), RAY)
 def test_ray(
     mixed: Corpus, reference: list[Step], num_loaders: int, prefetch: int, window: int, strategy: str, dp: int
