@@ -1,5 +1,5 @@
 # make demo    trains a small model on real text through the loader, stops, resumes (first run: installs into .venv)
-# make test    the whole test suite
+# make test    the test suite, without what takes long (.ci/run runs that, too)
 # make check   format, lint, types, layers
 # make clean   removes .venv and caches
 #
@@ -40,7 +40,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/lightning_text.py $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

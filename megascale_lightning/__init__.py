@@ -8,7 +8,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from megascale_lightning.config import LoaderConfig, PackedRows, PaddedRows
+from megascale_lightning.config import LoaderConfig, Mixture, PackedRows, PaddedRows
 from megascale_lightning.errors import (
     ConfigError,
     DataError,
@@ -51,6 +51,7 @@ __all__ = [
     "MegaScaleLoader",
     "MegaScaleStateCallback",
     "MegaScaleWarning",
+    "Mixture",
     "NotOpenError",
     "PackedRows",
     "PaddedRows",

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.source import Source
 
-__all__ = ["LoaderConfig", "PackedRows", "PaddedRows", "Rows", "SourceSpec", "StreamSpec"]
+__all__ = ["LoaderConfig", "Mixture", "PackedRows", "PaddedRows", "Rows", "SourceSpec", "StreamSpec"]
 
 _RESERVED: Final = frozenset(
     {"input_ids", "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
@@ -99,6 +99,27 @@ class PaddedRows:
 Rows: TypeAlias = PackedRows | PaddedRows
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Shares of the sources in the training stream.
+
+    Raises:
+        ConfigError: The unit is unknown.
+    """
+
+    weights: Mapping[str, float] | None = None
+    """By source name, not normalised; None: the sources' own."""
+    _: KW_ONLY
+    unit: Literal["samples", "tokens"] = "samples"
+    """What the weights are shares of."""
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("samples", "tokens"):
+            raise ConfigError(f"Mixture: unit must be 'samples' or 'tokens', not {self.unit!r}")
+        if self.weights is not None and not isinstance(self.weights, Mapping):
+            raise ConfigError(f"Mixture: weights must be a mapping by source name, not {type(self.weights).__name__}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSpec:
     """What the planner knows of a source beforehand."""
@@ -149,10 +170,8 @@ class LoaderConfig:
     global_batch_size: int | None = None
     """Rows of one optimizer step: micro_batch_size x data-parallel size x accumulation. None: taken from the trainer at
     the first start, and kept in the state."""
-    mixture: Mapping[str, float] | None = None
-    """Weights by source name, in place of the sources' own."""
-    mixture_unit: Literal["samples", "tokens"] = "samples"
-    """What the weights are shares of."""
+    mixture: Mixture | Mapping[str, float] | None = None
+    """Weights by source name, in place of the sources' own; a `Mixture` also says what they are shares of."""
     strategy: Any = None
     """How rows are placed: `Balanced()` (default) or `RoundRobin()`."""
     seed: int = 0
@@ -187,6 +206,9 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", tuple(self.sources))
+        mixture = self.mixture
+        if not isinstance(mixture, Mixture):
+            object.__setattr__(self, "mixture", Mixture(mixture))
         found = _positive(window_units=self.window_units, part_bytes=self.part_bytes)
         found += _positive(loader_buffer_bytes=self.loader_buffer_bytes)
         for name in ("global_batch_size", "num_loaders", "plan_window", "steps_per_epoch"):
@@ -199,14 +221,13 @@ class LoaderConfig:
         for name, choices in (
             ("runtime", ("ray", "local")),
             ("last_step", ("fill", "drop")),
-            ("mixture_unit", ("samples", "tokens")),
         ):
             if getattr(self, name) not in choices:
                 found.append(f"{name} must be one of {choices}, not {getattr(self, name)!r}")
         if not isinstance(self.rows, (PackedRows, PaddedRows)):
             found.append(f"rows must be PackedRows or PaddedRows, not {type(self.rows).__name__}")
         for stream, sources in self.streams().items():
-            found += _check_sources(stream, sources, self.mixture if stream == "train" else None)
+            found += _check_sources(stream, sources, self.shares.weights if stream == "train" else None)
         if found:
             raise ConfigError("; ".join(found))
 
@@ -223,11 +244,17 @@ class LoaderConfig:
             return {str(name): tuple(sources) for name, sources in self.val_sources.items()}
         return {"0": tuple(self.val_sources)} if self.val_sources else {}
 
+    @property
+    def shares(self) -> Mixture:
+        """The training mixture, settled."""
+        assert isinstance(self.mixture, Mixture)
+        return self.mixture
+
     def weights(self, stream: str) -> dict[str, float]:
         """Source name -> weight in the stream, not normalised."""
         own = {source.name: float(source.weight) for source in self.streams()[stream]}
-        if stream == "train" and self.mixture is not None:
-            own = {name: float(self.mixture[name]) for name in own}
+        if stream == "train" and self.shares.weights is not None:
+            own = {name: float(self.shares.weights[name]) for name in own}
         return own
 
 

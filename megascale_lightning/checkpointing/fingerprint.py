@@ -44,7 +44,7 @@ def order_fingerprint(
         "window_units": config.window_units,
         "part_bytes": config.part_bytes,
         "last_step": config.last_step,
-        "mixture_unit": config.mixture_unit,
+        "mixture_unit": config.shares.unit,
         "rows.kind": type(rows).__name__,
     }
     if isinstance(rows, PackedRows):

@@ -108,7 +108,7 @@ def resolve_streams(
             num_microbatches=num_microbatches if training else 1,
             seed=config.seed,
             last_step=config.last_step if training else "fill",
-            mixture_unit=config.mixture_unit if training else "samples",
+            mixture_unit=config.shares.unit if training else "samples",
             strategy=strategy,
             prefetch_steps=2 * window if config.prefetch_steps is None else config.prefetch_steps,
             plan_window=window,

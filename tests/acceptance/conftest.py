@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from megascale_lightning.runtime.ray_session import RaySession
 
 from .data import Corpus, make_corpus
 
@@ -33,3 +37,11 @@ def with_fields(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
         seed=3,
         fields=("loss_mask", "labels", "score"),
     )
+
+
+@pytest.fixture(scope="module")
+def shared_ray() -> Iterator[None]:
+    """A local Ray that stays between the runs of a module: each of them joins it instead of starting its own."""
+    session = RaySession.start(None, None)
+    yield
+    session.release()

@@ -19,6 +19,7 @@ from megascale_lightning import (
     LoaderConfig,
     MegaScaleError,
     MegaScaleLoader,
+    Mixture,
     PackedRows,
     PaddedRows,
     Source,
@@ -228,6 +229,10 @@ class TestConfig:
         with pytest.raises(ConfigError, match="mixture"):
             config_of(*mixed.sources(), mixture=mixture)
 
+    def test_mixture_unit(self) -> None:
+        with pytest.raises(ConfigError, match="bytes"):
+            Mixture(unit="bytes")  # type: ignore[arg-type]
+
     @pytest.mark.parametrize("value", ["16", 0, -4, 2.5, True])
     def test_global_batch_size(self, mixed: Corpus, value: Any) -> None:
         with pytest.raises(ConfigError, match="global_batch_size"):
@@ -241,7 +246,6 @@ class TestConfig:
             ("num_loaders", 0),
             ("runtime", "thread"),
             ("last_step", "pad"),
-            ("mixture_unit", "bytes"),
             ("rows", {"seq_len": 64}),
             ("part_bytes", 0),
             ("seed", "zero"),

@@ -387,7 +387,7 @@ def _held_bytes(stats: Any, path: str = "") -> dict[str, float]:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 def test_a_client_that_stops_reading_on_ray(mixed: Corpus) -> None:
     def body() -> None:
         config = config_for(mixed, runtime="ray", num_loaders=2)
@@ -408,7 +408,7 @@ def test_a_client_that_stops_reading_on_ray(mixed: Corpus) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 def test_validation_while_training_reads_ahead_on_ray(mixed: Corpus, with_fields: Corpus) -> None:
     def body() -> None:
         config = config_for(

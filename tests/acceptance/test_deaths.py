@@ -15,7 +15,7 @@ from .conftest import SEQ_LEN
 from .data import Corpus
 from .harness import World
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240), pytest.mark.usefixtures("shared_ray")]
 
 STEPS = 40
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megascale_lightning import LoaderConfig, PackedRows, PaddedRows
+from megascale_lightning import LoaderConfig, Mixture, PackedRows, PaddedRows
 from megascale_lightning.planning.mixture import DeadlineMixer
 
 from .data import make_corpus
@@ -190,7 +190,7 @@ class TestThroughTheLoader:
             sources=corpus.sources(epochs=None, weights={"short": 0.5, "long": 0.5}),
             rows=PaddedRows(64, 4),
             global_batch_size=4,
-            mixture_unit="tokens",
+            mixture=Mixture(unit="tokens"),
             runtime="local",
         )
         given = Counter()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megascale_lightning import Balanced, LoaderConfig, MegaScaleWarning, PackedRows, PaddedRows, RoundRobin
+from megascale_lightning import Balanced, LoaderConfig, MegaScaleWarning, Mixture, PackedRows, PaddedRows, RoundRobin
 from megascale_lightning.types import ORDER_VERSION
 
 from .conftest import SEQ_LEN
@@ -113,7 +113,7 @@ RAY = [
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.usefixtures("shared_ray")
 @pytest.mark.parametrize(("num_loaders", "prefetch", "window", "strategy", "dp"), RAY)
 def test_ray(
     mixed: Corpus, reference: list[Step], num_loaders: int, prefetch: int, window: int, strategy: str, dp: int
@@ -158,7 +158,7 @@ def test_padded_rows(mixed: Corpus) -> None:
         {"rows": PackedRows(SEQ_LEN, 2, pack_ahead=0)},
         {"window_units": 5},
         {"part_bytes": 300},
-        {"mixture_unit": "tokens"},
+        {"mixture": Mixture(unit="tokens")},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -240,7 +240,7 @@ def test_the_order_is_that_of_its_version(tmp_path: Path, kind: str, expected: s
         sources=corpus.sources(epochs=2, weights={"web": 0.7, "books": 0.3}),
         rows=PackedRows(32, 2, pack_ahead=10) if kind.startswith("packed") else PaddedRows(32, 2),
         global_batch_size=8,
-        mixture_unit="tokens" if kind.endswith("tokens") else "samples",
+        mixture=Mixture(unit="tokens" if kind.endswith("tokens") else "samples"),
         seed=17,
         runtime="local",
         window_units=3,

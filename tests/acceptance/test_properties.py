@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale_lightning import Balanced, LoaderConfig, PackedRows, PaddedRows, RoundRobin
+from megascale_lightning import Balanced, LoaderConfig, Mixture, PackedRows, PaddedRows, RoundRobin
 
 from .data import Corpus, make_corpus
 from .harness import Step, World, check_steps, count_tokens, without_run
@@ -44,7 +44,7 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
             "window_units": draw(st.integers(1, 4)),
             "part_bytes": draw(st.sampled_from([1, 40, 400, 100_000])),
             "last_step": draw(st.sampled_from(["fill", "drop"])),
-            "mixture_unit": draw(st.sampled_from(["samples", "tokens"])),
+            "mixture": Mixture(unit=draw(st.sampled_from(["samples", "tokens"]))),
         },
     }
 

@@ -34,6 +34,7 @@ class FakeLoader:
         self.num_steps = session.num_steps if stream == "train" else session.num_val_steps
         self.step = 0
         self.closed = False
+        self.last_reports: list = []
         self.last_info: FakeInfo | None = None
 
     @property

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.client.loader import MegaScaleLoader
 from megascale_lightning.client.session import LoadingSession
-from megascale_lightning.config import LoaderConfig, PackedRows, PaddedRows
+from megascale_lightning.config import LoaderConfig, Mixture, PackedRows, PaddedRows
 from megascale_lightning.errors import ConfigError, StateError
 from megascale_lightning.integrations.lightning.callback import MegaScaleStateCallback
 from megascale_lightning.integrations.lightning.limits import check_trainer, microbatches_per_step
@@ -53,8 +53,7 @@ class MegaScaleDataModule(L.LightningDataModule):
         rows: `PackedRows` or `PaddedRows`.
         global_batch_size: Rows of one optimizer step: micro_batch_size x data-parallel size x accumulate_grad_batches.
             None takes what the trainer has at the first start, and keeps it in the state.
-        mixture: Weights by source name, in place of the sources' own.
-        mixture_unit: What the weights are shares of.
+        mixture: Weights by source name, in place of the sources' own; a `Mixture` also says what they are shares of.
         strategy: How rows are placed: `Balanced()` (default) or `RoundRobin()`.
         seed: Seed of every permutation and of the transforms.
         runtime: Where the roles run: in Ray actors, or all in this process (notebooks, debuggers).
@@ -84,8 +83,7 @@ class MegaScaleDataModule(L.LightningDataModule):
         sources: Sequence[Source],
         rows: PackedRows | PaddedRows,
         global_batch_size: int | None = None,
-        mixture: Mapping[str, float] | None = None,
-        mixture_unit: Literal["samples", "tokens"] = "samples",
+        mixture: Mixture | Mapping[str, float] | None = None,
         strategy: Any = None,
         seed: int = 0,
         runtime: Literal["ray", "local"] = "ray",
@@ -110,7 +108,6 @@ class MegaScaleDataModule(L.LightningDataModule):
             rows=rows,
             global_batch_size=global_batch_size,
             mixture=mixture,
-            mixture_unit=mixture_unit,
             strategy=strategy,
             seed=seed,
             runtime=runtime,
