@@ -18,9 +18,10 @@ from megascale_lightning.planning.strategies import Balanced, Strategy
 from megascale_lightning.runtime.pickling import dump
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
 from megascale_lightning.scaling.assignment import SlotAssignment
-from megascale_lightning.sources.manifest import Manifest, build_manifest
+from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.order import num_windows
 from megascale_lightning.sources.source import Source
+from megascale_lightning.sources.survey import build_manifest
 
 __all__ = ["Manifests", "Survey", "read_manifests", "resolve_streams", "runtime_plan", "survey"]
 

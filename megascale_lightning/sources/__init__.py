@@ -9,11 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megascale_lightning.sources.manifest import Manifest, build_manifest
+    from megascale_lightning.sources.manifest import Manifest
     from megascale_lightning.sources.order import Segment, num_windows, part_permutation, window_parts
     from megascale_lightning.sources.reader import make_reader
     from megascale_lightning.sources.records import RecordBlock, SourceReader
     from megascale_lightning.sources.source import Source
+    from megascale_lightning.sources.survey import build_manifest
 
 __all__ = [
     "Manifest",
@@ -34,7 +35,7 @@ _MODULES = {
     "Segment": "order",
     "Source": "source",
     "SourceReader": "records",
-    "build_manifest": "manifest",
+    "build_manifest": "survey",
     "make_reader": "reader",
     "num_windows": "order",
     "part_permutation": "order",
