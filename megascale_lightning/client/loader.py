@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from megascale_lightning.client.finish import finish
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.client.reader import StreamReader
+from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.errors import StreamError
 from megascale_lightning.types import BatchWindow, LoaderState, StepReport
 
 if TYPE_CHECKING:
-    from megascale_lightning.client.session import LoadingSession
     from megascale_lightning.config import LoaderConfig, StreamSpec
     from megascale_lightning.places.tree import ClientPlaceTree
 
@@ -58,8 +58,6 @@ class MegaScaleLoader:
         auto_consume: bool = True,
         interrupted: Callable[[], bool] | None = None,
     ) -> None:
-        from megascale_lightning.client.session import LoadingSession
-
         self._session = session or LoadingSession.shared(config, tree=tree, accumulate=accumulate)
         self._reader: StreamReader | None = None
         self._readers: list[StreamReader] = []

@@ -12,7 +12,6 @@ from typing import Any, Final, TypeVar
 
 from megascale_lightning.checkpointing.fingerprint import check_fingerprint, order_fingerprint
 from megascale_lightning.checkpointing.state import from_json, to_json
-from megascale_lightning.client.loader import MegaScaleLoader
 from megascale_lightning.client.resolving import Manifests, read_manifests, resolve_streams, runtime_plan, survey
 from megascale_lightning.config import LoaderConfig, StreamSpec
 from megascale_lightning.errors import ConfigError, StateError
@@ -96,19 +95,6 @@ class LoadingSession:
             if self._key is not None:
                 _sessions.pop(self._key, None)
         self.close()
-
-    def loader(
-        self, stream: str = "train", *, auto_consume: bool = True, interrupted: Callable[[], bool] | None = None
-    ) -> MegaScaleLoader:
-        """A loader of this rank's place. Closing it leaves the session running."""
-        return MegaScaleLoader(
-            self.config,
-            rank=self._rank,
-            stream=stream,
-            session=self,
-            auto_consume=auto_consume,
-            interrupted=interrupted,
-        )
 
     def close(self, barrier: Callable[[], None] | None = None) -> None:
         """End what this process started: the other ranks first, then rank 0. A second call does nothing.

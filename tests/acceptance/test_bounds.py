@@ -356,7 +356,7 @@ def test_what_roles_hold_does_not_grow(mixed: Corpus) -> None:
     def body() -> None:
         config = config_for(mixed, rows=PaddedRows(SEQ_LEN, 2), prefetch_steps=3, loader_buffer_bytes=20_000)
         session = LoadingSession(config)
-        loader = session.loader()
+        loader = MegaScaleLoader(config, session=session)
         iterator = iter(loader)
         held: list[dict[str, float]] = []
         for _ in range(200):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megascale_lightning import LoaderConfig, PackedRows, PaddedRows
+from megascale_lightning import LoaderConfig, MegaScaleLoader, PackedRows, PaddedRows
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.types import MetaBlock
 
@@ -64,7 +64,7 @@ def test_the_state_is_local(mixed: Corpus, monkeypatch: pytest.MonkeyPatch) -> N
         return value
 
     session = LoadingSession(config_for(mixed), broadcast=broadcast)
-    loader = session.loader()
+    loader = MegaScaleLoader(session.config, session=session)
     iterator = iter(loader)
     for _ in range(2 * loader.num_microbatches):
         microbatch(next(iterator))

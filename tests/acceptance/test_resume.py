@@ -268,7 +268,7 @@ class TestIter:
         from megascale_lightning.client.session import LoadingSession
 
         session = LoadingSession(config_for(mixed))
-        loader = session.loader(auto_consume=False)
+        loader = MegaScaleLoader(session.config, session=session, auto_consume=False)
         iterator = iter(loader)
         infos = [next(iterator)["megascale"] for _ in range(9)]
         assert loader.state_dict()["step"] == 0

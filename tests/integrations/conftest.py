@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integrations.fakes import FakeSession
+from tests.integrations.fakes import FakeSession, fake_loader
 
 
 @pytest.fixture
@@ -13,6 +13,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[FakeSession]:
     from megascale_lightning.integrations.lightning import datamodule
 
     monkeypatch.setattr(datamodule, "LoadingSession", FakeSession)
+    monkeypatch.setattr(datamodule, "MegaScaleLoader", fake_loader)
     monkeypatch.setattr(FakeSession, "made", [])
     monkeypatch.setattr(FakeSession, "num_steps", None)
     return FakeSession.made

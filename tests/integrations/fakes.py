@@ -107,6 +107,13 @@ class FakeSession:
             barrier()
 
 
+def fake_loader(
+    config: Any, *, rank: int, stream: str, session: FakeSession, auto_consume: bool, interrupted: Any
+) -> FakeLoader:
+    """In the place of `MegaScaleLoader`."""
+    return session.loader(stream, auto_consume=auto_consume, interrupted=interrupted)
+
+
 class SaveAt(L.Callback):
     """Saves in every hook that can save, under the number of the save and the name of the hook."""
 

@@ -169,7 +169,7 @@ class MegaScaleDataModule(L.LightningDataModule):
         )
         self._places = tree, rank
         if fitting:
-            self._train = self._session.loader("train", auto_consume=False, interrupted=self._interrupted)
+            self._train = self._loader("train", auto_consume=False)
             if self._state:
                 self._load(self._state)
 
@@ -189,7 +189,7 @@ class MegaScaleDataModule(L.LightningDataModule):
             )
         for index, name in enumerate(names):
             if name not in self._val:
-                self._val[name] = self._session.loader(f"val/{index}", auto_consume=True, interrupted=self._interrupted)
+                self._val[name] = self._loader(f"val/{index}", auto_consume=True)
         return dict(self._val) if isinstance(self.config.val_sources, Mapping) else self._val[names[0]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -326,6 +326,17 @@ class MegaScaleDataModule(L.LightningDataModule):
             f"{now['num_groups']} data-parallel ranks x {now['num_microbatches']} microbatches = "
             f"{now['global_batch_size']}: set Trainer(accumulate_grad_batches={-(-then // rows)}) and "
             f"global_batch_size={then}"
+        )
+
+    def _loader(self, stream: str, *, auto_consume: bool) -> MegaScaleLoader:
+        assert self._places is not None
+        return MegaScaleLoader(
+            self.config,
+            rank=self._places[1],
+            stream=stream,
+            session=self._session,
+            auto_consume=auto_consume,
+            interrupted=self._interrupted,
         )
 
     def _interrupted(self) -> bool:
