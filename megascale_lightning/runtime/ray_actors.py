@@ -97,9 +97,9 @@ class RoleActor:
 
     @ray.method(concurrency_group="ctl")
     def stats(self) -> dict[str, Any]:
-        """Counters of the role and its host."""
+        """Counters of the role and its host; `torch`: whether the user's code brought it into this process."""
         self._check()
-        return {"pid": os.getpid(), **self._counters()}
+        return {"pid": os.getpid(), "torch": "torch" in sys.modules, **self._counters()}
 
     @ray.method(concurrency_group="ctl")
     def stop(self) -> None:

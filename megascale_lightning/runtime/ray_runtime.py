@@ -9,11 +9,12 @@ import pickle
 import sys
 import time
 import uuid
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from megascale_lightning.errors import RuntimeFailure
+from megascale_lightning.errors import MegaScaleWarning, RuntimeFailure
 from megascale_lightning.runtime.forks import check_process
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
 from megascale_lightning.runtime.ray_environment import import_settings
@@ -93,12 +94,14 @@ class RayRuntime:
             )
             supervisor = _supervise(plan, found, {} if session.is_local else import_settings())
             supervisor.start(_START_TIMEOUT_S)
+            runtime = cls(session, found, supervisor)
+            _warn_of_torch(runtime.stats())
+            return runtime
         except BaseException:
             if supervisor is not None:
                 supervisor.stop(1.0)
             session.release()
             raise
-        return cls(session, found, supervisor)
 
     @classmethod
     def connect(cls, address: RayAddress) -> RayRuntime:
@@ -182,6 +185,19 @@ def detached(value: _T, limit_bytes: int) -> _T:
         return value
     copy: _T = pickle.loads(data, buffers=[bytes(view) for view in views])
     return copy
+
+
+def _warn_of_torch(stats: Mapping[str, Any]) -> None:
+    """Law 8: torch gets into an actor with the user's code alone, and is worth a word."""
+    heavy = [name for name, role in stats.items() if role["torch"]]
+    if heavy:
+        warnings.warn(
+            f"{', '.join(heavy)}: a transform, a length function or a dataset imports torch, which costs about 530 MB "
+            "in each of these processes and a second at every start. Move the function to a module that does not import "
+            "torch (numpy and tokenizers do without it), or set a smaller num_loaders",
+            MegaScaleWarning,
+            stacklevel=4,
+        )
 
 
 def _supervise(plan: RuntimePlan, address: RayAddress, imports: Mapping[str, str]) -> Any:

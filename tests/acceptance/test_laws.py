@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megascale_lightning import LoaderConfig, MegaScaleLoader, PackedRows, PaddedRows
+from megascale_lightning import LoaderConfig, MegaScaleLoader, MegaScaleWarning, PackedRows, PaddedRows
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.types import MetaBlock
 
@@ -199,3 +200,20 @@ def test_roles_that_die_in_the_middle_of_calls_change_no_batch(mixed: Corpus, un
         runtime._park_s = 0.05  # a question whose role died under it is asked again no sooner
         assert [step.certificate for step in world.steps(STEPS)] == undisturbed
         assert len(kills) >= 12
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.filterwarnings("default::megascale_lightning.errors.MegaScaleWarning")
+def test_torch_in_an_actor_is_worth_one_warning(tmp_path: Path) -> None:
+    """Law 8: a user's transform may bring torch along; the warning says what that costs and what to do."""
+    from .torch_transform import shift
+
+    corpus = make_corpus(tmp_path, {"web": 20}, seq_len=SEQ_LEN)
+    source = replace(corpus.sources(epochs=1)[0], transform=shift)
+    config = LoaderConfig(sources=[source], rows=PackedRows(SEQ_LEN, 2), global_batch_size=2, num_loaders=1)
+    with pytest.warns(MegaScaleWarning, match=r"loader/0: .*530 MB.*Move the function") as caught:
+        loader = MegaScaleLoader(config)
+    with loader:
+        assert len(caught) == 1
+        assert next(iter(loader))["megascale"].step == 0
