@@ -193,8 +193,8 @@ def _warn_of_torch(stats: Mapping[str, Any]) -> None:
     if heavy:
         warnings.warn(
             f"{', '.join(heavy)}: a transform, a length function or a dataset imports torch, which costs about 530 MB "
-            "in each of these processes and a second at every start. Move the function to a module that does not import "
-            "torch (numpy and tokenizers do without it), or set a smaller num_loaders",
+            "in each of these processes and a second at every start. Move the function to a module that does not "
+            "import torch (numpy and tokenizers do without it), or set a smaller num_loaders",
             MegaScaleWarning,
             stacklevel=4,
         )
