@@ -205,6 +205,8 @@ class LoaderConfig:
     """Further keywords of `ray.init`."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.sources, Source) or not isinstance(self.sources, Sequence):
+            raise ConfigError(f"sources must be a list of Source, not a {type(self.sources).__name__}")
         object.__setattr__(self, "sources", tuple(self.sources))
         mixture = self.mixture
         if not isinstance(mixture, Mixture):

@@ -6,21 +6,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from megascale_lightning.config import LoaderConfig, PackedRows
-from megascale_lightning.errors import StateError
+from megascale_lightning.errors import ConfigError, StateError
 
-__all__ = ["check_fingerprint", "order_fingerprint"]
+__all__ = ["check_fingerprint", "order_fingerprint", "restarted_sources"]
 
 _FREE: Final = ("mixture.",)
 """Settings that may change between two runs: they govern what is drawn from then on."""
 
+_POSITIONS: Final = ("seed", "window_units", "part_bytes", "rows.kind", "rows.seq_len", "rows.max_len", "rows.targets")
+"""Settings that give every position of every source another meaning; `files.*` and `sources.*` do so for one source."""
+
 _CONSEQUENCES: Final = {
-    "seed": "another order of samples from here on",
+    "seed": "another order: every source begins its epoch anew",
     "global_batch_size": "steps hold another number of rows from here on",
-    "window_units": "positions would point at other samples",
-    "part_bytes": "positions would point at other samples",
-    "files": "positions would point at other samples",
-    "rows": "samples are cut and packed differently from here on",
-    "sources": "the source gives other samples from here on",
+    "window_units": "another order: every source begins its epoch anew",
+    "part_bytes": "another order: every source begins its epoch anew",
+    "files": "other data: the source begins its epoch anew",
+    "rows": "samples are cut and packed differently: every source begins its epoch anew",
+    "rows.pack_ahead": "rows are packed differently from here on",
+    "sources": "the source may give other samples: it begins its epoch anew",
     "mixture_unit": "shares are counted differently",
     "last_step": "the end of the stream differs",
 }
@@ -46,6 +50,7 @@ def order_fingerprint(
         "last_step": config.last_step,
         "mixture_unit": config.shares.unit,
         "rows.kind": type(rows).__name__,
+        "rows.targets": sorted({"labels", "loss_mask"} & set(rows.token_fields)),
     }
     if isinstance(rows, PackedRows):
         table |= {"rows.seq_len": rows.seq_len, "rows.pack_ahead": rows.pack_ahead}
@@ -71,20 +76,29 @@ def check_fingerprint(saved: Mapping[str, Any], ours: Mapping[str, Any], *, forc
         force: Names, or beginnings of dotted names, that may differ.
 
     Returns:
-        A line for each difference that was let through.
+        Names of the settings that differ and may.
 
     Raises:
-        StateError: There are others; the message is a table of old | new | consequence.
+        ConfigError: A name in `force` is none of a setting.
+        StateError: Others differ; the message is a table of old | new | consequence.
     """
+    unknown = [given for given in force if not any(_covers(given, name) for name in (*saved, *ours))]
+    if unknown:
+        known = sorted({name.split(".")[0] for name in ours})
+        raise ConfigError(
+            f"force_resume: {unknown} are no settings of a checkpoint; name one as the refusal shows it, or its "
+            f"beginning: {', '.join(known)}"
+        )
     allowed: list[str] = []
     refused: list[str] = []
     for name in sorted({*saved, *ours}):
         old, new = saved.get(name), ours.get(name)
         if old == new:
             continue
-        line = f"{name}: {old!r} | {new!r} | {_consequence(name)}"
-        free = name.startswith(_FREE) or any(name == given or name.startswith(given + ".") for given in force)
-        (allowed if free else refused).append(line)
+        if name.startswith(_FREE) or any(_covers(given, name) for given in force):
+            allowed.append(name)
+        else:
+            refused.append(f"{name}: {old!r} | {new!r} | {_consequence(name)}")
     if refused:
         raise StateError(
             "the checkpoint was written with other settings (setting: old | new | consequence):\n  "
@@ -94,8 +108,21 @@ def check_fingerprint(saved: Mapping[str, Any], ours: Mapping[str, Any], *, forc
     return allowed
 
 
+def restarted_sources(changed: Sequence[str], sources: Sequence[str]) -> list[str]:
+    """The sources whose saved positions mean nothing under settings that changed."""
+    if any(name in _POSITIONS for name in changed):
+        return list(sources)
+    prefixes = {source: (f"files.{source}", f"sources.{source}.") for source in sources}
+    return [source for source in sources if any(name.startswith(prefixes[source]) for name in changed)]
+
+
+def _covers(given: str, name: str) -> bool:
+    return name == given or name.startswith(given + ".")
+
+
 def _consequence(name: str) -> str:
-    return _CONSEQUENCES.get(name.split(".")[0], "another order of samples from here on")
+    found = _CONSEQUENCES.get(name) or _CONSEQUENCES.get(name.split(".")[0])
+    return found or "another order of samples from here on"
 
 
 def _name(value: str | Callable[..., Any] | None) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from megascale_lightning.errors import StateError
 from megascale_lightning.types import ORDER_VERSION, PIECE, SOURCE_STATE, IntArray, LoaderState
 
-__all__ = ["STATE_KEY", "STATE_VERSION", "check_versions", "from_json", "to_json"]
+__all__ = ["STATE_KEY", "STATE_VERSION", "check_versions", "from_json", "restart", "to_json"]
 
 STATE_KEY: Final = "megascale_lightning"
 """The fixed key of the state in a checkpoint."""
@@ -65,6 +66,20 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> LoaderState:
         )
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise StateError(f"the loader state is incomplete or damaged: {type(error).__name__}: {error}") from error
+
+
+def restart(state: LoaderState, sources: Collection[int]) -> LoaderState:
+    """The state with some sources at the beginning of their epoch; what is carried of them is dropped and counted."""
+    positions = state.sources.copy()
+    dropped = [dict(counts) for counts in state.dropped]
+    for index in sources:
+        for field in ("window", "part", "offset"):
+            positions[index][field] = 0
+        carried = int((state.carry["source"] == index).sum())
+        if carried:
+            dropped[index]["forced_resume"] = dropped[index].get("forced_resume", 0) + carried
+    kept = ~np.isin(state.carry["source"], list(sources))
+    return replace(state, sources=positions, dropped=tuple(dropped), carry=state.carry[kept])
 
 
 def check_versions(saved: Mapping[str, Any]) -> None:

@@ -83,8 +83,8 @@ def resolve_streams(
     num_microbatches = -(-total // micro)
     if accumulate is not None and num_microbatches != accumulate:
         raise ConfigError(
-            f"global_batch_size={total} is {num_microbatches} microbatches of {config.rows.micro_batch_size} rows on "
-            f"{tree.num_groups} data-parallel ranks, but the trainer accumulates {accumulate}: set "
+            f"global_batch_size={total} needs {num_microbatches} microbatches of {config.rows.micro_batch_size} rows "
+            f"on each of {tree.num_groups} data-parallel ranks, but the trainer accumulates {accumulate}: set "
             f"accumulate_grad_batches={num_microbatches}, or global_batch_size={micro * accumulate}"
         )
     if total % micro:

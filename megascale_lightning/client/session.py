@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import uuid
@@ -10,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from megascale_lightning.checkpointing.fingerprint import check_fingerprint, order_fingerprint
-from megascale_lightning.checkpointing.state import from_json, to_json
+from megascale_lightning.checkpointing.fingerprint import check_fingerprint, order_fingerprint, restarted_sources
+from megascale_lightning.checkpointing.state import from_json, restart, to_json
 from megascale_lightning.client.resolving import Manifests, read_manifests, resolve_streams, runtime_plan, survey
 from megascale_lightning.config import LoaderConfig, StreamSpec
 from megascale_lightning.errors import ConfigError, StateError
@@ -21,6 +22,8 @@ from megascale_lightning.runtime.port import BatchPort, Runtime
 from megascale_lightning.types import LoaderState
 
 __all__ = ["LoadingSession"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -154,13 +157,18 @@ class LoadingSession:
         Raises:
             StateError: It is of another version, of other data or of other settings.
         """
-        state = from_json(saved, [source.name for source in self.spec(stream).sources])
+        names = [source.name for source in self.spec(stream).sources]
+        state = from_json(saved, names)
         if saved.get("stream") != stream:
             raise StateError(f"the state is of stream {saved.get('stream')!r}, this is stream {stream!r}")
         if not saved.get("fingerprint"):
             raise StateError("the loader state is incomplete or damaged: it has no 'fingerprint' of its settings")
-        check_fingerprint(saved["fingerprint"], self.fingerprint(stream), force=self.config.force_resume)
-        return state
+        changed = check_fingerprint(saved["fingerprint"], self.fingerprint(stream), force=self.config.force_resume)
+        again = restarted_sources(changed, names)
+        if not again:
+            return state
+        logger.warning("force_resume: %s changed, so %s begin their epoch anew", ", ".join(changed), ", ".join(again))
+        return restart(state, [names.index(name) for name in again])
 
     def fingerprint(self, stream: str) -> dict[str, Any]:
         """What the order depends on: dotted name -> plain value."""

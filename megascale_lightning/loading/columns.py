@@ -21,6 +21,9 @@ __all__ = ["Fields", "Fragment", "from_samples", "from_table", "narrow"]
 
 _INT32: Final = np.iinfo(np.int32)
 
+_TARGETS: Final = ("labels", "loss_mask")
+"""Fields that say which tokens are trained on: a sample that has them means it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fields:
@@ -177,6 +180,12 @@ def from_samples(
     reason = READ_ERROR if transform is None else TRANSFORM_ERROR
     built = _Builder(len(samples), reason, {row: s for row, s in enumerate(samples) if isinstance(s, Failed)})
     good = [(row, s) for row, s in enumerate(samples) if not isinstance(s, Failed)]
+    ignored = [field for field in _TARGETS if field not in fields.tokens and any(field in s for _, s in good)]
+    if transform is not None and ignored:
+        raise DataError(
+            f"source {name!r}: {transform} gives {', '.join(map(repr, ignored))}, which would be ignored: declare it in "
+            f"the rows, token_fields=({', '.join(map(repr, ignored))},), or leave it out of the sample"
+        )
     for field in (*fields.tokens, *fields.samples, *([fields.length] if isinstance(fields.length, str) else [])):
         for row, sample in good:
             if sample.get(field) is None:

@@ -64,6 +64,8 @@ class Source:
 
     def _problems(self) -> list[str]:
         found = []
+        if isinstance(self.columns, str):
+            found.append(f"columns must be a tuple of names, such as ({self.columns!r},), not a str")
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             found.append("a name is letters, digits, '.', '_' and '-', and begins with a letter or a digit")
         if not (isinstance(self.weight, (int, float)) and math.isfinite(self.weight) and self.weight >= 0):

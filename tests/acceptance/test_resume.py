@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from megascale_lightning import ClientPlaceTree, LoaderConfig, MegaScaleLoader, PackedRows, RoundRobin
+from megascale_lightning import ClientPlaceTree, ConfigError, LoaderConfig, MegaScaleLoader, PackedRows, RoundRobin
 
 from .conftest import SEQ_LEN
 from .data import Corpus
@@ -369,3 +370,51 @@ def _check_plain(value: Any, path: str = "state") -> None:
             _check_plain(inner, f"{path}[{index}]")
     else:
         assert value is None or type(value) in (str, int, float, bool), f"{path} is a {type(value)}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "force"),
+    [
+        ({"seed": 4}, "seed"),
+        ({"window_units": 3}, "window_units"),
+        ({"part_bytes": 700}, "part_bytes"),
+        ({"rows": PackedRows(SEQ_LEN // 2, 2, pack_ahead=24)}, "rows"),
+        ({"rows": PackedRows(SEQ_LEN * 2, 2, pack_ahead=24)}, "rows.seq_len"),
+        ({"global_batch_size": 4}, "global_batch_size"),
+    ],
+)
+def test_forced_over_other_settings(
+    mixed: Corpus, undisturbed: tuple[dict[str, Any], list[Step]], changes: dict[str, Any], force: str
+) -> None:
+    """What a saved position means no more is begun anew, what was carried of it is dropped and counted; it goes on."""
+    config = config_for(mixed, force_resume=[force], **changes)
+    with World(config, state=state_after(undisturbed, 7), keep_states=True) as world:
+        begun = world.state()
+        assert begun["step"] == 7
+        steps = world.steps(20)
+    check_steps(mixed, steps, config)
+    assert [step.number for step in steps] == list(range(7, 27))
+    carried = len(state_after(undisturbed, 7)["carry"]["source"])
+    dropped = sum(source["dropped"].get("forced_resume", 0) for source in begun["sources"].values())
+    assert dropped == (0 if force == "global_batch_size" else carried)
+
+
+def test_a_forced_change_of_one_source_leaves_the_others_where_they_are(
+    mixed: Corpus, undisturbed: tuple[dict[str, Any], list[Step]]
+) -> None:
+    config = config_for(mixed, force_resume=["sources.web"])
+    sources = [replace(source, shuffle=source.name != "web") for source in config.sources]
+    config = replace(config, sources=sources)
+    saved = state_after(undisturbed, 7)
+    with World(config, state=saved) as world:
+        begun = world.state()["sources"]
+        world.steps(5)
+    assert begun["web"]["offset"] == begun["web"]["window"] == 0
+    assert begun["web"]["epoch"] == saved["sources"]["web"]["epoch"]
+    assert {**begun, "web": None} == {**saved["sources"], "web": None}
+
+
+def test_forcing_what_is_no_setting_is_refused(mixed: Corpus, undisturbed: tuple[dict[str, Any], list[Step]]) -> None:
+    config = config_for(mixed, seed=4, force_resume=["sed"])
+    with pytest.raises(ConfigError, match="sed"), World(config, state=state_after(undisturbed, 7)):
+        pass

@@ -211,6 +211,11 @@ def test_a_list_or_a_missing_field_is_an_error_even_when_errors_are_skipped():
         meta_of(dict, on_error="skip")
 
 
+def test_targets_that_nobody_declared_are_not_ignored():
+    with pytest.raises(DataError, match=r"'web'.*'loss_mask'.*token_fields=\('loss_mask',\)"):
+        meta_of(lambda _: {"input_ids": [1, 2], "loss_mask": [0, 1]}, on_error="skip")
+
+
 def failing(sample):
     if sample["n"] == 1:
         raise KeyError("text")

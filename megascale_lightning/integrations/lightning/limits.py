@@ -48,8 +48,8 @@ def microbatches_per_step(config: LoaderConfig, trainer: Any, num_groups: int) -
     wanted = (accumulate or 1) if size is None else -(-size // rows)
     if accumulate is not None and accumulate != wanted:
         raise ConfigError(
-            f"global_batch_size={size} is {config.rows.micro_batch_size} rows x {num_groups} data-parallel ranks x "
-            f"{wanted} microbatches, but the trainer has accumulate_grad_batches={accumulate}: set "
+            f"global_batch_size={size} needs {wanted} microbatches of {config.rows.micro_batch_size} rows on each of "
+            f"{num_groups} data-parallel ranks, but the trainer has accumulate_grad_batches={accumulate}: set "
             f"Trainer(accumulate_grad_batches={wanted}), or global_batch_size={rows * accumulate}"
         )
     if trainer is not None:
@@ -95,8 +95,8 @@ def check_end_of_training(config: LoaderConfig, trainer: Any) -> None:
         return
     if endless and passes:
         raise ConfigError(
-            f"max_epochs={max_epochs} without a step limit asks for {max_epochs} passes over the data, which this "
-            "version does not support yet: set Trainer(max_steps=...), or Trainer(limit_train_batches=...) or "
+            f"max_epochs={max_epochs} (the trainer's default is 1000) without a step limit asks for {max_epochs} passes "
+            "over the data, which this version does not support yet: set Trainer(max_steps=...), or Trainer(limit_train_batches=...) or "
             f"steps_per_epoch= for the length of an epoch, or give every source epochs={max_epochs} together with "
             "Trainer(max_epochs=-1)"
         )
