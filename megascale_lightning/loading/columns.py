@@ -183,8 +183,8 @@ def from_samples(
     ignored = [field for field in _TARGETS if field not in fields.tokens and any(field in s for _, s in good)]
     if transform is not None and ignored:
         raise DataError(
-            f"source {name!r}: {transform} gives {', '.join(map(repr, ignored))}, which would be ignored: declare it in "
-            f"the rows, token_fields=({', '.join(map(repr, ignored))},), or leave it out of the sample"
+            f"source {name!r}: {transform} gives {', '.join(map(repr, ignored))}, which would be ignored: declare it "
+            f"in the rows, token_fields=({', '.join(map(repr, ignored))},), or leave it out of the sample"
         )
     for field in (*fields.tokens, *fields.samples, *([fields.length] if isinstance(fields.length, str) else [])):
         for row, sample in good:

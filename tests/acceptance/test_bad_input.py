@@ -353,7 +353,7 @@ class TestState:
         changes = {"rows": config.rows, "global_batch_size": config.global_batch_size, "seed": 0} | change
         other = config_of(
             *mixed.sources(epochs=None),
-            **({"part_bytes": 2000, "window_units": 2, "force_resume": ["shuffle"]} | changes),
+            **({"part_bytes": 2000, "window_units": 2, "force_resume": ["mixture"]} | changes),
         )
         with pytest.raises(StateError, match=name):
             self.load(other, state)

@@ -95,10 +95,10 @@ def check_end_of_training(config: LoaderConfig, trainer: Any) -> None:
         return
     if endless and passes:
         raise ConfigError(
-            f"max_epochs={max_epochs} (the trainer's default is 1000) without a step limit asks for {max_epochs} passes "
-            "over the data, which this version does not support yet: set Trainer(max_steps=...), or Trainer(limit_train_batches=...) or "
-            f"steps_per_epoch= for the length of an epoch, or give every source epochs={max_epochs} together with "
-            "Trainer(max_epochs=-1)"
+            f"max_epochs={max_epochs} (the trainer's default is 1000) without a step limit asks for {max_epochs} "
+            "passes over the data, which this version does not support yet: set Trainer(max_steps=...), or "
+            "Trainer(limit_train_batches=...) or steps_per_epoch= for the length of an epoch, or give every source "
+            f"epochs={max_epochs} together with Trainer(max_epochs=-1)"
         )
     if endless:
         raise ConfigError(
