@@ -56,15 +56,20 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> LoaderState:
         for index, name in enumerate(names):
             for field in SOURCE_STATE.names or ():
                 sources[index][field] = saved["sources"][name][field]
+        certificate = bytes.fromhex(saved["certificate"])
+        if int(saved["step"]) < 0 or len(certificate) != 32:
+            raise ValueError(f"step {saved['step']!r}, certificate of {len(certificate)} bytes")
         return LoaderState(
             step=int(saved["step"]),
             ended=bool(saved["ended"]),
             sources=sources,
             dropped=tuple(dict(saved["sources"][name]["dropped"]) for name in names),
             carry=_carry_from_json(saved["carry"], names),
-            certificate=bytes.fromhex(saved["certificate"]),
+            certificate=certificate,
         )
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except StateError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise StateError(f"the loader state is incomplete or damaged: {type(error).__name__}: {error}") from error
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from megascale_lightning.client.info import BatchInfo
-from megascale_lightning.errors import NotOpenError, StalledError
+from megascale_lightning.errors import NotOpenError, StalledError, StreamError
 from megascale_lightning.runtime.forks import check_process
 from megascale_lightning.runtime.port import BatchPort
 from megascale_lightning.types import BatchWindow, LoaderState, NotYet
@@ -78,6 +78,8 @@ class StreamReader:
             try:
                 item = self._ready.get(timeout=_POLL_S)
             except queue.Empty:
+                if self._stopping.is_set():
+                    raise StreamError("the loader was closed, or began anew, while a batch was waited for") from None
                 if interrupted is not None and interrupted():
                     raise InterruptedError("the trainer was told to stop while waiting for a batch") from None
                 continue
@@ -130,13 +132,15 @@ class StreamReader:
         try:
             self._read()
         except BaseException as error:
-            last = error
-        finally:
-            try:
-                self._port.close(*self._address, self._client)
-            except Exception as error:
-                logger.debug("stream %s: leaving it failed: %s", self._address[0], error)
-        self._put(last)
+            # Said before the stream is left, which may take long where a role is away.
+            self._put(error)
+            last = None
+        try:
+            self._port.close(*self._address, self._client)
+        except Exception as error:
+            logger.debug("stream %s: leaving it failed: %s", self._address[0], error)
+        if last is not None:
+            self._put(last)
 
     def _read(self) -> None:
         while not self._stopping.is_set():

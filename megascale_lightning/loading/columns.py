@@ -84,7 +84,7 @@ class _Builder:
             self.failures.setdefault(row, Failed(self.reason, f"{field!r} {problem}"))
 
     def add_tokens(self, field: str, ragged: Ragged, problems: Mapping[int, str]) -> None:
-        if ragged.values.size and ragged.values.dtype.kind not in ("iub" if field == "input_ids" else "iubf"):
+        if ragged.values.size and ragged.values.dtype.kind not in ("iu" if field == "input_ids" else "iubf"):
             raise DataError(f"field {field!r} holds {ragged.values.dtype}; token ids are whole numbers")
         self.fail(field, problems)
         self.tokens[field], overflow = narrow(ragged)
@@ -212,7 +212,7 @@ def _left_out(name: str, transform: str, field: str, sample: Mapping[str, Any]) 
 
 
 def _ragged(field: str, n: int, good: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[Ragged, dict[int, str]]:
-    kinds = "iub" if field == "input_ids" else "iubf"
+    kinds = "iu" if field == "input_ids" else "iubf"
     lengths = np.zeros(n, np.int64)
     bad: dict[int, str] = {}
     arrays = []

@@ -155,7 +155,7 @@ class SourceLoader:
         return (
             f"{where}: {maker.runner.transform_name} gives {now} where it gave {wanted['length']} tokens with "
             f"{wanted['loss_tokens']} targets when the plan was made. The same sample must give the same each time: "
-            "draw from an argument `rng`, and depend on nothing that changes"
+            "files may not change during a run; a transform draws from its argument `rng` and depends on nothing else"
         )
 
     def _count(self, **added: int) -> None:

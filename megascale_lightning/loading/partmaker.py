@@ -133,6 +133,14 @@ class PartMaker:
         return part_permutation(n, source.name, key.stream, self._seed, key.epoch, key.window, key.part, source.shuffle)
 
     def _read(self, segment: Segment, epoch: int) -> tuple[RecordBlock, Fragment]:
+        try:
+            return self._read_segment(segment, epoch)
+        except DataError as error:
+            if repr(self.source.name) in str(error):
+                raise
+            raise DataError(f"source {self.source.name!r}, {self._manifest.locate(segment.unit)}: {error}") from error
+
+    def _read_segment(self, segment: Segment, epoch: int) -> tuple[RecordBlock, Fragment]:
         block = self._reader.read(segment.unit, segment.row_start, segment.row_stop)
         if block.table is not None and not self._needs_samples:
             fragment = from_table(self.source.name, block.table, self._fields)

@@ -37,7 +37,7 @@ class Failed:
     reason: int
     """Code of `reasons`."""
     message: str = ""
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class _Place(NamedTuple):
@@ -166,7 +166,8 @@ def _attempt(call: Callable[[], Any], reason: int, what: str, where: _Place) -> 
                 return Failed(reason, f"{what} failed: {type(error).__name__}: {error}", error)
             if attempt == _ATTEMPTS - 1:
                 raise DataError(f"{where}: {what} failed {_ATTEMPTS} times: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            # `sys.exit()` in a library must not end the loader's process without a word.
             return Failed(reason, f"{what} failed: {type(error).__name__}: {error}", error)
     raise AssertionError("not reached")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megascale_lightning.client.reader import StreamReader
-from megascale_lightning.errors import DataError, NotOpenError, StalledError
+from megascale_lightning.errors import DataError, NotOpenError, StalledError, StreamError
 from megascale_lightning.types import PIECE, SOURCE_STATE, BatchWindow, LoaderState, NotYet
 
 pytestmark = pytest.mark.timeout(30)
@@ -185,3 +185,42 @@ def test_closing_ends_a_thread_that_has_no_room() -> None:
     reading.close()
     assert reading.ended
     assert port.closed.is_set()
+
+
+def test_whoever_waits_for_a_batch_is_told_that_the_loader_closes() -> None:
+    asked, told = threading.Event(), threading.Event()
+
+    class Dry(Port):
+        def fetch(self, *args: Any) -> Any:
+            asked.set()
+            return NotYet("nothing yet")
+
+    reading = reader(Dry())
+
+    def wait() -> None:
+        with pytest.raises(StreamError, match="closed"):
+            reading.next()
+        told.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert asked.wait(10)
+    reading.close()
+    assert told.wait(10)
+    waiting.join()
+
+
+def test_an_error_is_said_before_the_stream_is_left() -> None:
+    """Leaving may take long where a role is away."""
+    may_leave = threading.Event()
+
+    class Stuck(Port):
+        def close(self, *args: Any) -> None:
+            may_leave.wait(10)
+
+    reading = reader(Stuck(DataError("source 'web' is broken")))
+    with pytest.raises(DataError, match="broken"):
+        reading.next()
+    assert not may_leave.is_set()
+    may_leave.set()
+    reading.close()

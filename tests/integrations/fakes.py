@@ -117,8 +117,8 @@ def fake_loader(
 class SaveAt(L.Callback):
     """Saves in every hook that can save, under the number of the save and the name of the hook."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, starts: bool = False) -> None:
+        self.folder, self.starts = folder, starts
         self.saved: list[Path] = []
 
     def save(self, trainer: L.Trainer, hook: str) -> None:
@@ -132,6 +132,10 @@ class SaveAt(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.save(trainer, "validation")
+
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.starts:
+            self.save(trainer, "start")
 
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.save(trainer, "epoch")

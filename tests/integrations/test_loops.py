@@ -48,7 +48,7 @@ def test_resumes_at_the_next_step_from_any_checkpoint(
     else:
         common["limit_val_batches"] = 0
     limits, sized = epoch_settings(kind, before)
-    saver, model = SaveAt(tmp_path), Recorder()
+    saver, model = SaveAt(tmp_path, starts=True), Recorder()
     trainer = make_trainer(accumulate_grad_batches=before, callbacks=[saver], **common, **limits)
     trainer.fit(model, datamodule=make_data(size // before, size, **settings, **sized))
     check_run(model, 0, steps, before)
@@ -80,7 +80,7 @@ def saved_step(path: Path) -> int:
 @pytest.mark.parametrize("kind", ["limited", "sized"])
 def test_epoch_based_run_resumes_at_every_epoch_end(tmp_path: Path, kind: str) -> None:
     limits, sized = epoch_settings(kind, 2)
-    saver, model = SaveAt(tmp_path), Recorder()
+    saver, model = SaveAt(tmp_path, starts=True), Recorder()
     trainer = make_trainer(max_epochs=3, accumulate_grad_batches=2, callbacks=[saver], **limits)
     trainer.fit(model, datamodule=make_data(8, 16, **sized))
     check_run(model, 0, 9, 2)

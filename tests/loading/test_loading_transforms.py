@@ -216,6 +216,19 @@ def test_targets_that_nobody_declared_are_not_ignored():
         meta_of(lambda _: {"input_ids": [1, 2], "loss_mask": [0, 1]}, on_error="skip")
 
 
+def test_leaving_the_process_is_a_failure_of_the_sample():
+    def leaves(sample):
+        raise SystemExit(3)
+
+    with pytest.raises(DataError, match=r"'web', <dataset>, unit 0, row 0: transform .*leaves.* failed: SystemExit: 3"):
+        meta_of(leaves)
+
+
+def test_truth_values_are_no_token_ids():
+    with pytest.raises(DataError, match=r"'web', <dataset>, unit 0, row 0: 'input_ids' holds bool"):
+        meta_of(lambda _: {"input_ids": [True, False]})
+
+
 def failing(sample):
     if sample["n"] == 1:
         raise KeyError("text")

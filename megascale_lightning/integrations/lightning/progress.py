@@ -20,7 +20,8 @@ def settle_progress(fit_loop: dict[str, Any], *, saved: int, now: int, step_limi
 
     That is: where the number of microbatches of a step changed, where the save was in mid-accumulation, where a
     failure left batches counted as ready that were never processed, and where a step-limited run was saved at the end
-    of an epoch (Lightning would run one more microbatch in the finished epoch, and step on it).
+    of an epoch (Lightning would run one more microbatch in the finished epoch, and step on it), or any run at the start
+    of one (its batches would be counted from where the epoch before ended).
 
     Args:
         fit_loop: As `trainer.fit_loop.state_dict()` gave it.
@@ -40,13 +41,15 @@ def settle_progress(fit_loop: dict[str, Any], *, saved: int, now: int, step_limi
     # Set before the batch ran, the flag may be about a batch that is going to be repeated.
     last = bool(batches["is_last_batch"]) and on_boundary and current["ready"] == current["processed"]
     over = step_limited and last and _end_not_counted(epochs["current"])
-    if saved == now and on_boundary and not drifted and not over:
+    announced = last and _start_not_counted(epochs["current"])
+    if saved == now and on_boundary and not drifted and not over and not announced:
         return False
     steps = current["processed"] // saved
     if over:
-        steps, last = 0, False
         for tracker in (epochs["current"], epochs["total"]):
             tracker["completed"] = tracker["processed"]
+    if over or announced:
+        steps, last = 0, False
     # A batch short of completed is what a save from `on_train_batch_end` looks like; Lightning completes it when it
     # restarts. That is right only for the last batch of a step of this epoch; whatever else lies before the step is
     # long complete.
@@ -60,6 +63,11 @@ def settle_progress(fit_loop: dict[str, Any], *, saved: int, now: int, step_limi
 def _end_not_counted(epoch: dict[str, int]) -> bool:
     """Whether the save came from `on_train_epoch_end`: all was processed, only the end itself was not counted."""
     return epoch["ready"] == epoch["started"] == epoch["processed"] == epoch["completed"] + 1
+
+
+def _start_not_counted(epoch: dict[str, int]) -> bool:
+    """Whether the save came from `on_train_epoch_start`: an epoch is announced, the batches are the last one's."""
+    return epoch["ready"] - 1 == epoch["started"] == epoch["processed"] == epoch["completed"]
 
 
 def _settle(tracker: dict[str, int], batches: int, *, pending: bool) -> None:
