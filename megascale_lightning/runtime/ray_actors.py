@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -43,7 +44,7 @@ class Wiring:
         sys.path += [entry for entry in self.sys_path if entry not in sys.path]
 
 
-class RoleActor:
+class RoleActor(ABC):
     """Holds a role, or the reason why there is none, which every request then gets.
 
     Args:
@@ -70,14 +71,17 @@ class RoleActor:
             )
             self._failure.__cause__ = error
 
+    @abstractmethod
     def _begin(self, recipe: RoleRecipe, wiring: Wiring) -> None:
-        raise NotImplementedError
+        """Make the role."""
 
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """End its threads."""
 
+    @abstractmethod
     def _counters(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """What it counts."""
 
     @ray.method(concurrency_group="ctl")
     def ready(self) -> int:
