@@ -8,7 +8,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from megascale_lightning.config import LoaderConfig, Mixture, PackedRows, PaddedRows
+from megascale_lightning.config import LoaderConfig, Mixture
 from megascale_lightning.errors import (
     ConfigError,
     DataError,
@@ -25,13 +25,15 @@ from megascale_lightning.errors import (
     StateError,
     StreamError,
 )
+from megascale_lightning.rows import CollatedRows, PackedRows, PaddedRows
 from megascale_lightning.sources.source import Source
+from megascale_lightning.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from megascale_lightning.client.info import BatchInfo, model_inputs
     from megascale_lightning.client.loader import MegaScaleLoader
     from megascale_lightning.client.loss import reduce_loss
-    from megascale_lightning.integrations.lightning import MegaScaleDataModule, MegaScaleStateCallback
+    from megascale_lightning.integrations.lightning import MegaScaleDataModule, MegaScaleStateCallback, MixtureCallback
     from megascale_lightning.places.tree import ClientPlaceTree
     from megascale_lightning.planning.costs import AttentionCost, TokenCost
     from megascale_lightning.planning.strategies import Balanced, RoundRobin
@@ -41,6 +43,7 @@ __all__ = [
     "Balanced",
     "BatchInfo",
     "ClientPlaceTree",
+    "CollatedRows",
     "ConfigError",
     "DataError",
     "EmptySourceError",
@@ -52,6 +55,7 @@ __all__ = [
     "MegaScaleStateCallback",
     "MegaScaleWarning",
     "Mixture",
+    "MixtureCallback",
     "NotOpenError",
     "PackedRows",
     "PaddedRows",
@@ -69,8 +73,6 @@ __all__ = [
     "reduce_loss",
 ]
 
-__version__ = "0.1.0.dev0"
-
 _LAZY: Final = MappingProxyType(
     {
         "AttentionCost": "planning.costs",
@@ -80,6 +82,7 @@ _LAZY: Final = MappingProxyType(
         "MegaScaleDataModule": "integrations.lightning",
         "MegaScaleLoader": "client.loader",
         "MegaScaleStateCallback": "integrations.lightning",
+        "MixtureCallback": "integrations.lightning",
         "RoundRobin": "planning.strategies",
         "TokenCost": "planning.costs",
         "model_inputs": "client.info",

@@ -2,101 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Final, Literal, TypeAlias
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.rows import Rows, positive
 from megascale_lightning.sources.source import Source
 
-__all__ = ["LoaderConfig", "Mixture", "PackedRows", "PaddedRows", "Rows", "SourceSpec", "StreamSpec"]
+__all__ = ["EVAL_KINDS", "LoaderConfig", "Mixture", "Sources"]
 
-_RESERVED: Final = frozenset(
-    {"input_ids", "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-    | {"megascale"}
-)
+EVAL_KINDS: Final = ("val", "test", "predict")
+"""Kinds of evaluation streams; their names are `val/0`, `val/1`, ..."""
 
-
-@dataclass(frozen=True)
-class PackedRows:
-    """Rows of several samples each, at most `seq_len` tokens, never reaching into one another.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-
-    seq_len: int
-    """Tokens a row holds."""
-    micro_batch_size: int
-    """Rows of one `training_step` on one rank."""
-    _: KW_ONLY
-    pad_to_multiple_of: int | None = None
-    """Rows are made as wide as the next multiple of it."""
-    pack_ahead: int = 512
-    """Samples drawn beyond what a step needs, so that rows fill well."""
-    pad_id: int = 0
-    """Token id of the padding."""
-    token_fields: tuple[str, ...] = ()
-    """Per-token fields beside `input_ids` that the batch carries: `loss_mask`, `labels`, ..."""
-    sample_fields: tuple[str, ...] = ()
-    """Per-sample fields that the batch carries, one entry per piece, in row order."""
-    shift_labels: bool = False
-    """Labels stand one to the left, so that position i holds the target of position i."""
-    flatten: bool = False
-    """Hand out [1, rows x width] instead of [rows, width], as variable-length attention wants it."""
-
-    def __post_init__(self) -> None:
-        found = _positive(seq_len=self.seq_len, micro_batch_size=self.micro_batch_size)
-        if not isinstance(self.pack_ahead, int) or self.pack_ahead < 0:
-            found.append(f"pack_ahead must be a whole number of at least 0, not {self.pack_ahead!r}")
-        _settle_fields(self, found)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens a row holds at most."""
-        return self.seq_len
-
-    @property
-    def width(self) -> int:
-        """Tokens of a row as handed out, padding included."""
-        return _round_up(self.seq_len, self.pad_to_multiple_of or 1)
-
-
-@dataclass(frozen=True)
-class PaddedRows:
-    """Rows of one sample each; rows of similar length share a microbatch, which is as wide as its longest row.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-
-    max_len: int
-    """Tokens a row holds at most."""
-    micro_batch_size: int
-    """Rows of one `training_step` on one rank."""
-    _: KW_ONLY
-    pad_to_multiple_of: int | None = None
-    """Microbatches are made as wide as the next multiple of it."""
-    pad_id: int = 0
-    """Token id of the padding."""
-    token_fields: tuple[str, ...] = ()
-    """Per-token fields beside `input_ids` that the batch carries: `loss_mask`, `labels`, ..."""
-    sample_fields: tuple[str, ...] = ()
-    """Per-sample fields that the batch carries, one entry per row."""
-    shift_labels: bool = False
-    """Labels stand one to the left, so that position i holds the target of position i."""
-
-    def __post_init__(self) -> None:
-        found = _positive(max_len=self.max_len, micro_batch_size=self.micro_batch_size)
-        _settle_fields(self, found)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens a row holds at most."""
-        return self.max_len
-
-
-Rows: TypeAlias = PackedRows | PaddedRows
+Sources: TypeAlias = Sequence[Source] | Mapping[str, Any]
+"""A list of `Source`, or a mapping by name of these or of their keywords (as a YAML file has them)."""
 
 
 @dataclass(frozen=True)
@@ -120,41 +42,6 @@ class Mixture:
             raise ConfigError(f"Mixture: weights must be a mapping by source name, not {type(self.weights).__name__}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceSpec:
-    """What the planner knows of a source beforehand."""
-
-    name: str
-    num_windows: int
-    """Windows of one epoch."""
-    weight: float
-    epochs: int | None
-    """None: endless."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamSpec:
-    """One stream, resolved against a trainer: all that its order and its places depend on."""
-
-    name: str
-    sources: tuple[SourceSpec, ...]
-    rows: Rows
-    rows_per_step: int
-    """Rows of real data in one optimizer step (`global_batch_size`)."""
-    num_groups: int
-    """Data-parallel groups."""
-    num_microbatches: int
-    """Microbatches a rank gets in one step; filler makes up for what `rows_per_step` lacks."""
-    seed: int
-    last_step: Literal["fill", "drop"]
-    mixture_unit: Literal["samples", "tokens"]
-    strategy: Any
-    """A `planning.strategies.Strategy`."""
-    prefetch_steps: int
-    plan_window: int
-    """Steps moved together."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
     """All settings of a loader, the same keywords as `MegaScaleDataModule`.
@@ -163,15 +50,17 @@ class LoaderConfig:
         ConfigError: Settings are wrong or contradict each other; all that is wrong is said at once.
     """
 
-    sources: Sequence[Source]
-    """The training mixture."""
+    sources: Sources = ()
+    """The training mixture; may be empty where there is something to evaluate."""
     rows: Rows
-    """`PackedRows` or `PaddedRows`."""
+    """`PackedRows`, `PaddedRows` or `CollatedRows`."""
     global_batch_size: int | None = None
     """Rows of one optimizer step: micro_batch_size x data-parallel size x accumulation. None: taken from the trainer at
     the first start, and kept in the state."""
     mixture: Mixture | Mapping[str, float] | None = None
     """Weights by source name, in place of the sources' own; a `Mixture` also says what they are shares of."""
+    weights: Mapping[str, float] | None = None
+    """Single weights by source name, over those of `sources` and `mixture`; the others stay."""
     strategy: Any = None
     """How rows are placed: `Balanced()` (default) or `RoundRobin()`."""
     seed: int = 0
@@ -183,6 +72,8 @@ class LoaderConfig:
     """Steps that may be planned and built ahead of the slowest rank; None chooses."""
     plan_window: int | None = None
     """Steps moved by one call; None chooses."""
+    mixture_lead_steps: int = 32
+    """How many steps after the consumed one `set_mixture` takes effect; nothing is planned further ahead."""
     window_units: int = 8
     """Units of a source that are shuffled together (part of the order)."""
     part_bytes: int = 64 << 20
@@ -192,9 +83,16 @@ class LoaderConfig:
     last_step: Literal["fill", "drop"] = "fill"
     """What happens to a last step with too few rows."""
     steps_per_epoch: int | None = None
-    """Steps that `len()` and one trainer epoch have; None: the loader is unsized."""
-    val_sources: Sequence[Source] | Mapping[str, Sequence[Source]] = ()
+    """Steps that `len()` and one trainer epoch have; None: the loader is unsized, unless a pass has a known length."""
+    val_sources: Sequence[Source] | Mapping[str, Any] = ()
     """Sources of the validation streams: a list for one loader, a mapping of lists for several."""
+    test_sources: Sequence[Source] | Mapping[str, Any] = ()
+    """Sources of the test streams, likewise."""
+    predict_sources: Sequence[Source] | Mapping[str, Any] = ()
+    """Sources of the prediction streams, likewise."""
+    eval_rows: Rows | Mapping[str, Rows] | None = None
+    """Rows of the evaluation streams where they are others than `rows`: of all, or by kind (`val`) or stream
+    (`val/0`)."""
     force_resume: Sequence[str] = ()
     """Names of settings that may differ from those of the checkpoint."""
     restart_timeout: float = 120.0
@@ -205,46 +103,47 @@ class LoaderConfig:
     """Further keywords of `ray.init`."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.sources, Source) or not isinstance(self.sources, Sequence):
-            raise ConfigError(f"sources must be a list of Source, not a {type(self.sources).__name__}")
-        object.__setattr__(self, "sources", tuple(self.sources))
-        mixture = self.mixture
-        if not isinstance(mixture, Mixture):
-            object.__setattr__(self, "mixture", Mixture(mixture))
-        found = _positive(window_units=self.window_units, part_bytes=self.part_bytes)
-        found += _positive(loader_buffer_bytes=self.loader_buffer_bytes)
-        for name in ("global_batch_size", "num_loaders", "plan_window", "steps_per_epoch"):
-            if getattr(self, name) is not None:
-                found += _positive(**{name: getattr(self, name)})
-        if self.prefetch_steps is not None and (not isinstance(self.prefetch_steps, int) or self.prefetch_steps < 0):
-            found.append(f"prefetch_steps must be a whole number of at least 0, not {self.prefetch_steps!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            found.append(f"seed must be a whole number, not {self.seed!r}")
-        for name, choices in (
-            ("runtime", ("ray", "local")),
-            ("last_step", ("fill", "drop")),
-        ):
+        object.__setattr__(self, "sources", _settle_sources("sources", self.sources))
+        for kind in EVAL_KINDS:
+            object.__setattr__(self, f"{kind}_sources", _settle_eval_sources(kind, getattr(self, f"{kind}_sources")))
+        if not isinstance(self.mixture, Mixture):
+            object.__setattr__(self, "mixture", Mixture(self.mixture))
+        found = list(_number_problems(self))
+        for name, choices in (("runtime", ("ray", "local")), ("last_step", ("fill", "drop"))):
             if getattr(self, name) not in choices:
                 found.append(f"{name} must be one of {choices}, not {getattr(self, name)!r}")
-        if not isinstance(self.rows, (PackedRows, PaddedRows)):
-            found.append(f"rows must be PackedRows or PaddedRows, not {type(self.rows).__name__}")
-        for stream, sources in self.streams().items():
-            found += _check_sources(stream, sources, self.shares.weights if stream == "train" else None)
+        found += self._rows_problems()
+        streams = self.streams()
+        if not streams:
+            found.append("there are no sources: give sources=[...], or val_sources, test_sources or predict_sources")
+        for stream, sources in streams.items():
+            found += _check_sources(stream, sources)
+        found += self._weight_problems()
         if found:
             raise ConfigError("; ".join(found))
 
     def streams(self) -> dict[str, tuple[Source, ...]]:
-        """Stream name -> its sources: "train", "val/0", "val/1", ..."""
-        found = {"train": tuple(self.sources)}
-        for index, sources in enumerate(self.eval_sources().values()):
-            found[f"val/{index}"] = sources
+        """Stream name -> its sources: "train", "val/0", "val/1", ..., "test/0", ..., "predict/0", ..."""
+        train: tuple[Source, ...] = tuple(self.sources)  # type: ignore[arg-type]  # settled
+        found = {"train": train} if train else {}
+        for kind in EVAL_KINDS:
+            for index, sources in enumerate(self.eval_sources(kind).values()):
+                found[f"{kind}/{index}"] = sources
         return found
 
-    def eval_sources(self) -> dict[str, tuple[Source, ...]]:
-        """The validation loaders by the user's names ("0" where there is only a list)."""
-        if isinstance(self.val_sources, Mapping):
-            return {str(name): tuple(sources) for name, sources in self.val_sources.items()}
-        return {"0": tuple(self.val_sources)} if self.val_sources else {}
+    def eval_sources(self, kind: str) -> dict[str, tuple[Source, ...]]:
+        """The evaluation loaders of a kind by the user's names ("0" where there is only a list)."""
+        sources = getattr(self, f"{kind}_sources")
+        settled: dict[str, tuple[Source, ...]] = sources if isinstance(sources, dict) else {"0": sources}
+        return {name: given for name, given in settled.items() if given or isinstance(sources, dict)}
+
+    def rows_of(self, stream: str) -> Rows:
+        """The rows of a stream."""
+        if stream == "train" or self.eval_rows is None:
+            return self.rows
+        if isinstance(self.eval_rows, Mapping):
+            return self.eval_rows.get(stream) or self.eval_rows.get(stream.split("/")[0]) or self.rows
+        return self.eval_rows
 
     @property
     def shares(self) -> Mixture:
@@ -252,59 +151,132 @@ class LoaderConfig:
         assert isinstance(self.mixture, Mixture)
         return self.mixture
 
-    def weights(self, stream: str) -> dict[str, float]:
+    def weights_of(self, stream: str) -> dict[str, float]:
         """Source name -> weight in the stream, not normalised."""
         own = {source.name: float(source.weight) for source in self.streams()[stream]}
-        if stream == "train" and self.shares.weights is not None:
-            own = {name: float(self.shares.weights[name]) for name in own}
+        if stream == "train":
+            over = {**(self.shares.weights or {}), **(self.weights or {})}
+            own = {name: float(over.get(name, weight)) for name, weight in own.items()}
         return own
 
+    def _rows_problems(self) -> list[str]:
+        given: dict[str, Any] = {"rows": self.rows}
+        if isinstance(self.eval_rows, Mapping):
+            unknown = sorted(set(self.eval_rows) - set(EVAL_KINDS) - set(self.streams()))
+            if unknown:
+                return [f"eval_rows names {unknown}; the streams are {sorted(set(self.streams()) - {'train'})}"]
+            given |= {f"eval_rows[{name!r}]": rows for name, rows in self.eval_rows.items()}
+        elif self.eval_rows is not None:
+            given["eval_rows"] = self.eval_rows
+        return [
+            f"{name} must be PackedRows, PaddedRows or CollatedRows, not {type(rows).__name__}"
+            for name, rows in given.items()
+            if not isinstance(rows, Rows) or type(rows) is Rows
+        ]
 
-def _positive(**values: Any) -> list[str]:
-    return [
-        f"{name} must be a whole number of at least 1, not {value!r}"
-        for name, value in values.items()
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1
-    ]
-
-
-def _settle_fields(rows: Any, found: list[str]) -> None:
-    """Finish the checks that both kinds of rows share; raise what was found."""
-    if rows.pad_to_multiple_of is not None:
-        found += _positive(pad_to_multiple_of=rows.pad_to_multiple_of)
-    for name in ("token_fields", "sample_fields"):
-        object.__setattr__(rows, name, tuple(getattr(rows, name)))
-    declared = [*rows.token_fields, *rows.sample_fields]
-    taken = sorted(set(declared) & _RESERVED)
-    if taken:
-        found.append(f"fields {taken} are made by the loader and cannot be declared")
-    if len(set(declared)) < len(declared):
-        found.append(f"a field is declared twice in {declared}")
-    if found:
-        raise ConfigError(f"{type(rows).__name__}: " + "; ".join(found))
-
-
-def _check_sources(stream: str, sources: Sequence[Source], mixture: Mapping[str, float] | None) -> list[str]:
-    found = []
-    names = [source.name for source in sources]
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        found.append(f"stream {stream!r}: source names must differ, {doubled} are there twice")
-    if not sources:
-        return [f"stream {stream!r} has no source"]
-    weights = dict(zip(names, (source.weight for source in sources), strict=True))
-    if mixture is not None:
-        missing, unknown = sorted(set(names) - set(mixture)), sorted(set(mixture) - set(names))
-        if missing or unknown:
+    def _weight_problems(self) -> list[str]:
+        if not self.sources:
+            return []
+        found = []
+        names = {source.name for source in self.streams()["train"]}
+        whole = self.shares.weights
+        if whole is not None and set(whole) != names:
+            missing, unknown = sorted(names - set(whole)), sorted(set(whole) - names)
             found.append(f"mixture must name every source once; missing {missing}, unknown {unknown}")
-        weights = {name: float(mixture.get(name, 0.0)) for name in names}
-        bad = {name: w for name, w in weights.items() if not (0 <= w < float("inf"))}
-        if bad:
-            found.append(f"mixture weights must be finite and at least 0, not {bad}")
-    if not any(weight > 0 for weight in weights.values()):
-        found.append(f"stream {stream!r}: at least one source needs a weight above 0")
+        if set(self.weights or {}) - names:
+            found.append(f"weights names {sorted(set(self.weights or {}) - names)}; the sources are {sorted(names)}")
+        for given, values in (("mixture", whole), ("weights", self.weights)):
+            found += weight_problems(given, values or {})
+        if not found and not any(weight > 0 for weight in self.weights_of("train").values()):
+            found.append("stream 'train': at least one source needs a weight above 0")
+        return found
+
+
+def weight_problems(given: str, weights: Mapping[str, Any]) -> list[str]:
+    """What is wrong with weights by name."""
+    bad = {name: w for name, w in weights.items() if not _is_weight(w)}
+    return [f"{given}: weights must be finite numbers of at least 0, not {bad}"] if bad else []
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _number_problems(config: LoaderConfig) -> list[str]:
+    names = ("window_units", "part_bytes", "loader_buffer_bytes", "mixture_lead_steps")
+    found = positive(**{name: getattr(config, name) for name in names})
+    for name in ("global_batch_size", "num_loaders", "plan_window", "steps_per_epoch"):
+        if getattr(config, name) is not None:
+            found += positive(**{name: getattr(config, name)})
+    ahead = config.prefetch_steps
+    if ahead is not None and (not isinstance(ahead, int) or ahead < 0):
+        found.append(f"prefetch_steps must be a whole number of at least 0, not {ahead!r}")
+    if not isinstance(config.seed, int) or isinstance(config.seed, bool):
+        found.append(f"seed must be a whole number, not {config.seed!r}")
     return found
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _settle_sources(what: str, sources: Any) -> tuple[Source, ...]:
+    """The sources of one stream, whatever form they were given in."""
+    if isinstance(sources, Mapping):
+        return tuple(_named_source(what, str(name), given) for name, given in sources.items())
+    if isinstance(sources, (Source, str)) or not isinstance(sources, Sequence):
+        raise ConfigError(f"{what} must be a list of Source, or a mapping by name, not a {type(sources).__name__}")
+    for source in sources:
+        if not isinstance(source, Source):
+            raise ConfigError(f"{what} must hold Source, not {type(source).__name__}: {source!r}")
+    return tuple(sources)
+
+
+def _named_source(what: str, name: str, given: Any) -> Source:
+    if isinstance(given, Source):
+        if given.name != name:
+            raise ConfigError(f"{what}: the source under {name!r} is named {given.name!r}; the two must agree")
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{what}: {name!r} must be a Source, or a mapping of its settings, not {given!r}")
+    known = {field.name for field in fields(Source)} - {"name"}
+    unknown = sorted(set(given) - known - {"name"})
+    if unknown:
+        raise ConfigError(f"{what}: {name!r} has settings {unknown}; a source has {sorted(known)}")
+    if "data" not in given:
+        hint = f"; weights= changes one weight alone (--data.weights.{name}=...)" if "weight" in given else ""
+        raise ConfigError(f"{what}: {name!r} has no data{hint}")
+    settings = {**given, "name": name}
+    if isinstance(settings.get("transform"), str):
+        settings["transform"] = _imported(name, settings["transform"])
+    return Source(**settings)
+
+
+def _imported(source: str, path: str) -> Any:
+    """What a dotted path names, `package.module.function`."""
+    module, _, attribute = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"source {source!r}: transform={path!r} cannot be imported ({error}); give package.module.function"
+        ) from error
+
+
+def _settle_eval_sources(kind: str, sources: Any) -> tuple[Source, ...] | dict[str, tuple[Source, ...]]:
+    """One stream's sources, or those of several by name: a mapping of lists or of mappings."""
+    what = f"{kind}_sources"
+    if isinstance(sources, Mapping):
+        if any(
+            isinstance(given, Source) or (isinstance(given, Mapping) and "data" in given) for given in sources.values()
+        ):
+            return _settle_sources(what, sources)
+        return {str(name): _settle_sources(f"{what}[{str(name)!r}]", given) for name, given in sources.items()}
+    return _settle_sources(what, sources)
+
+
+def _check_sources(stream: str, sources: Sequence[Source]) -> list[str]:
+    names = [source.name for source in sources]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    found = [f"stream {stream!r}: source names must differ, {doubled} are there twice"] if doubled else []
+    if not sources:
+        return [f"stream {stream!r} has no source"]
+    if stream != "train" and not any(source.weight > 0 for source in sources):
+        found.append(f"stream {stream!r}: at least one source needs a weight above 0")
+    return found

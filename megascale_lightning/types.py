@@ -22,6 +22,7 @@ __all__ = [
     "IntArray",
     "LoaderState",
     "MetaBlock",
+    "MixtureChange",
     "NotYet",
     "PartKey",
     "PlanWindow",
@@ -61,6 +62,7 @@ SOURCE_STATE: Final = np.dtype(
         ("offset", "<i4"),  # entries of the part that are done with
         ("share", "<f8"),  # e_i: what the source owes
         ("given", "<f8"),  # g_i: what it gave
+        ("weight", "<f8"),  # w_i in force, not normalised
     ]
 )
 
@@ -127,6 +129,18 @@ class SampleBlock:
     """Per-token fields; every one has the lengths of the pieces."""
     samples: Mapping[str, npt.NDArray[Any]]
     """Per-sample fields: [num_pieces, ...]; dtype object where they are no arrays of one shape."""
+    payload: Ragged | None = None
+    """`CollatedRows`: each sample pickled, uint8 [num_pieces bytes strings]; None for other rows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixtureChange:
+    """Other weights from a step on."""
+
+    step: int
+    """The first step whose draws they govern."""
+    weights: FloatArray
+    """float64 [num_sources], not normalised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +159,10 @@ class LoaderState:
     """PIECE [c]: drawn, not yet in a row, in draw order."""
     certificate: bytes
     """32 bytes: running hash over (step, row, pieces)."""
+    passes: int = 0
+    """Passes completed: of a stream in passes, the epoch that every source is in or waits for."""
+    changes: tuple[MixtureChange, ...] = ()
+    """Changes to come, by step; one of `step` itself is not in `sources` yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +227,8 @@ class BatchWindow:
     """steps + 1."""
     reports: tuple[StepReport, ...] = ()
     """One per step."""
+    payload: Ragged | None = None
+    """`CollatedRows`: the pickled sample of each row, uint8; a filler row repeats the first sample of its step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,10 @@ PACKAGE = "megascale_lightning"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
 LAYERS = (
-    {"errors"},
+    {"errors", "version"},
     {"types"},
-    {"places", "sources"},
-    {"config"},
+    {"places", "sources", "rows"},
+    {"config", "streams"},
     {"planning", "loading", "constructing", "scaling", "checkpointing"},
     {"runtime"},
     {"client"},

@@ -2,78 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
-from megascale_lightning.config import LoaderConfig, PackedRows
+from megascale_lightning.config import LoaderConfig
 from megascale_lightning.errors import ConfigError, StateError
+from megascale_lightning.rows import PackedRows, PaddedRows
 
-__all__ = ["check_fingerprint", "order_fingerprint", "restarted_sources"]
+__all__ = ["SOURCE_DEFAULTS", "check_fingerprint", "full_table", "order_fingerprint", "restarted_sources"]
+
+SOURCE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "epochs": None,
+        "shuffle": True,
+        "overlong": "split",
+        "on_error": "raise",
+        "transform": None,
+        "length": None,
+    }
+)
+"""Settings of a source that the order depends on; one that has this value is not in the table."""
 
 _FREE: Final = ("mixture.",)
 """Settings that may change between two runs: they govern what is drawn from then on."""
 
-_POSITIONS: Final = ("seed", "window_units", "part_bytes", "rows.kind", "rows.seq_len", "rows.max_len", "rows.targets")
+_POSITIONS: Final = (
+    "order_version",
+    "seed",
+    "window_units",
+    "part_bytes",
+    "rows.kind",
+    "rows.seq_len",
+    "rows.max_len",
+    "rows.targets",
+)
 """Settings that give every position of every source another meaning; `files.*` and `sources.*` do so for one source."""
 
 _CONSEQUENCES: Final = {
+    "order_version": "this version orders samples in another way: every source begins its epoch anew",
     "seed": "another order: every source begins its epoch anew",
     "global_batch_size": "steps hold another number of rows from here on",
     "window_units": "another order: every source begins its epoch anew",
     "part_bytes": "another order: every source begins its epoch anew",
     "files": "other data: the source begins its epoch anew",
+    "modified": "the files may hold other samples; the stream goes on where it was, as if they were only touched",
     "rows": "samples are cut and packed differently: every source begins its epoch anew",
     "rows.pack_ahead": "rows are packed differently from here on",
     "sources": "the source may give other samples: it begins its epoch anew",
     "mixture_unit": "shares are counted differently",
     "last_step": "the end of the stream differs",
+    "passes": "epochs end at other steps from here on",
 }
 
 
-def order_fingerprint(
-    config: LoaderConfig, *, stream: str, global_batch_size: int, files: Mapping[str, str]
-) -> dict[str, Any]:
-    """What law 1 lets the order depend on: dotted name -> plain value.
+def order_fingerprint(config: LoaderConfig, *, stream: str, global_batch_size: int, passes: bool) -> dict[str, Any]:
+    """What law 1 lets the order depend on, but for files and weights: dotted name -> plain value.
 
     Args:
         config: The settings.
         stream: The stream.
         global_batch_size: As resolved.
-        files: Source name -> digest of its frozen file list.
+        passes: As resolved.
     """
-    rows = config.rows
+    rows = config.rows_of(stream)
     table: dict[str, Any] = {
         "seed": config.seed,
         "global_batch_size": global_batch_size,
         "window_units": config.window_units,
         "part_bytes": config.part_bytes,
         "last_step": config.last_step,
+        "passes": passes,
         "mixture_unit": config.shares.unit,
         "rows.kind": type(rows).__name__,
         "rows.targets": sorted({"labels", "loss_mask"} & set(rows.token_fields)),
     }
     if isinstance(rows, PackedRows):
         table |= {"rows.seq_len": rows.seq_len, "rows.pack_ahead": rows.pack_ahead}
-    else:
+    elif isinstance(rows, PaddedRows):
         table["rows.max_len"] = rows.max_len
-    for name, weight in config.weights(stream).items():
-        table[f"mixture.{name}"] = weight
     for source in config.streams()[stream]:
-        for field in ("epochs", "shuffle", "overlong", "on_error"):
-            table[f"sources.{source.name}.{field}"] = getattr(source, field)
-        for field in ("transform", "length"):
-            table[f"sources.{source.name}.{field}"] = _name(getattr(source, field))
-        table[f"files.{source.name}"] = files[source.name]
+        for field, default in SOURCE_DEFAULTS.items():
+            value = getattr(source, field)
+            value = _name(value) if field in ("transform", "length") else value
+            if value != default:
+                table[f"sources.{source.name}.{field}"] = value
     return table
 
 
-def check_fingerprint(saved: Mapping[str, Any], ours: Mapping[str, Any], *, force: Sequence[str] = ()) -> list[str]:
-    """Compare the order config of a checkpoint with that of this run.
+def full_table(saved: Mapping[str, Any], weights: Mapping[str, float], names: Collection[str]) -> dict[str, Any]:
+    """The whole table of a state: with its files and weights, which the state keeps elsewhere.
+
+    Args:
+        saved: The state.
+        weights: As declared in the run that saved it.
+        names: The sources to have in it.
+    """
+    table = {"order_version": saved["order_version"]} | {
+        name: value
+        for name, value in saved["fingerprint"].items()
+        if not name.startswith("sources.") or name.partition(".")[2].rpartition(".")[0] in names
+    }
+    for name in names:
+        table[f"mixture.{name}"] = weights[name]
+        content, _, modified = saved["files"][name].partition("-")
+        table[f"files.{name}"] = content
+        if modified:
+            table[f"modified.{name}"] = modified
+    return table
+
+
+def check_fingerprint(
+    saved: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    *,
+    force: Sequence[str] = (),
+    notes: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Compare the tables of a checkpoint and of this run (`full_table`).
 
     Args:
         saved: Of the checkpoint.
         ours: Of this run.
         force: Names, or beginnings of dotted names, that may differ.
+        notes: More to say about a difference, by name.
 
     Returns:
         Names of the settings that differ and may.
@@ -82,23 +134,24 @@ def check_fingerprint(saved: Mapping[str, Any], ours: Mapping[str, Any], *, forc
         ConfigError: A name in `force` is none of a setting.
         StateError: Others differ; the message is a table of old | new | consequence.
     """
-    unknown = [given for given in force if not any(_covers(given, name) for name in (*saved, *ours))]
+    names = {name.split(".")[0] for name in (*saved, *ours)} | {"sources", "modified"}
+    unknown = [given for given in force if given not in names and not any(_covers(given, n) for n in (*saved, *ours))]
     if unknown:
-        known = sorted({name.split(".")[0] for name in ours})
         raise ConfigError(
             f"force_resume: {unknown} are no settings of a checkpoint; name one as the refusal shows it, or its "
-            f"beginning: {', '.join(known)}"
+            f"beginning: {', '.join(sorted(names))}"
         )
     allowed: list[str] = []
     refused: list[str] = []
     for name in sorted({*saved, *ours}):
-        old, new = saved.get(name), ours.get(name)
-        if old == new:
+        old, new = _value(saved, name), _value(ours, name)
+        if old == new or (name.startswith("modified.") and None in (old, new)):
             continue
         if name.startswith(_FREE) or any(_covers(given, name) for given in force):
             allowed.append(name)
         else:
-            refused.append(f"{name}: {old!r} | {new!r} | {_consequence(name)}")
+            note = (notes or {}).get(name)
+            refused.append(f"{name}: {old!r} | {new!r} | {_consequence(name)}" + (f" ({note})" if note else ""))
     if refused:
         raise StateError(
             "the checkpoint was written with other settings (setting: old | new | consequence):\n  "
@@ -112,12 +165,16 @@ def restarted_sources(changed: Sequence[str], sources: Sequence[str]) -> list[st
     """The sources whose saved positions mean nothing under settings that changed."""
     if any(name in _POSITIONS for name in changed):
         return list(sources)
-    prefixes = {source: (f"files.{source}", f"sources.{source}.") for source in sources}
-    return [source for source in sources if any(name.startswith(prefixes[source]) for name in changed)]
+    own = {name.rpartition(".")[0] if name.startswith("sources.") else name for name in changed}
+    return [source for source in sources if own & {f"files.{source}", f"sources.{source}"}]
 
 
 def _covers(given: str, name: str) -> bool:
     return name == given or name.startswith(given + ".")
+
+
+def _value(table: Mapping[str, Any], name: str) -> Any:
+    return table.get(name, SOURCE_DEFAULTS.get(name.rsplit(".", 1)[-1]) if name.startswith("sources.") else None)
 
 
 def _consequence(name: str) -> str:

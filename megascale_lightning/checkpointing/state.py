@@ -8,53 +8,87 @@ from typing import Any, Final
 
 import numpy as np
 
+from megascale_lightning.checkpointing.migrations import STATE_VERSION, migrate
+from megascale_lightning.checkpointing.packing import pack_array, pack_records, unpack_array, unpack_records
 from megascale_lightning.errors import StateError
-from megascale_lightning.types import ORDER_VERSION, PIECE, SOURCE_STATE, IntArray, LoaderState
+from megascale_lightning.types import (
+    ORDER_VERSION,
+    PIECE,
+    SOURCE_STATE,
+    FloatArray,
+    IntArray,
+    LoaderState,
+    MixtureChange,
+)
 
-__all__ = ["STATE_KEY", "STATE_VERSION", "check_versions", "from_json", "restart", "to_json"]
+__all__ = [
+    "STATE_KEY",
+    "STATE_VERSION",
+    "from_json",
+    "migrate",
+    "pack_weights",
+    "readable",
+    "restart",
+    "to_json",
+    "weights_by_name",
+]
 
 STATE_KEY: Final = "megascale_lightning"
 """The fixed key of the state in a checkpoint."""
-STATE_VERSION: Final = 1
-"""Version of the layout below."""
 
 _POSITION: Final = ("epoch", "window", "part", "offset")
 
 
 def to_json(state: LoaderState, names: Sequence[str]) -> dict[str, Any]:
-    """The state by source name; what describes the run (`fingerprint`, `files`, ...) is added by the caller."""
+    """The state by source name; what describes the run (`fingerprint`, `files`, ...) is added by the caller.
+
+    What is packed refers to sources by their rank in the sorted names.
+    """
     sources = {}
     for name, saved, dropped in zip(names, state.sources, state.dropped, strict=True):
         position = {field: int(saved[field]) for field in _POSITION}
         debts = {"share": float(saved["share"]), "given": float(saved["given"])}
         sources[name] = {**position, **debts, "dropped": {reason: int(n) for reason, n in dropped.items()}}
+    by_name = np.argsort(names, kind="stable")
     return {
         "version": STATE_VERSION,
         "order_version": ORDER_VERSION,
         "step": state.step,
         "ended": state.ended,
+        "pass": state.passes,
         "sources": sources,
-        "carry": _carry_to_json(state.carry, names),
+        "carry": _carry_to_json(state.carry, by_name),
+        "mixture": {
+            "weights": pack_weights(state.sources["weight"], names),
+            "changes": [[change.step, pack_weights(change.weights, names)] for change in state.changes],
+        },
         "certificate": state.certificate.hex(),
     }
 
 
-def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> LoaderState:
+def from_json(saved: Mapping[str, Any], names: Sequence[str], *, sources_may_differ: bool = False) -> LoaderState:
     """The state for the sources of this run, in their order.
 
+    Args:
+        saved: A state of the current version (`migrate`).
+        names: Sources of this run.
+        sources_may_differ: A source that is not in the state begins now; one that is no longer there is left out, with
+            what was carried of it.
+
     Raises:
-        StateError: It is of another version, incomplete, or of other sources.
+        StateError: It is incomplete, or of other sources.
     """
-    check_versions(saved)
     try:
-        if sorted(saved["sources"]) != sorted(names):
-            raise StateError(
-                f"the state is of sources {sorted(saved['sources'])}, the config has {sorted(names)}: a source cannot "
-                "be added, removed or renamed in the middle of a stream"
-            )
+        _check_names(sorted(saved["sources"]), sorted(names), sources_may_differ)
+        known = sorted(saved["sources"])
+        weights = weights_by_name(saved, "weights")
         sources = np.zeros(len(names), SOURCE_STATE)
         for index, name in enumerate(names):
-            for field in SOURCE_STATE.names or ():
+            if name not in saved["sources"]:
+                sources[index]["epoch"] = saved["pass"]
+                continue
+            sources[index]["weight"] = weights[name]
+            for field in (*_POSITION, "share", "given"):
                 sources[index][field] = saved["sources"][name][field]
         certificate = bytes.fromhex(saved["certificate"])
         if int(saved["step"]) < 0 or len(certificate) != 32:
@@ -63,14 +97,42 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> LoaderState:
             step=int(saved["step"]),
             ended=bool(saved["ended"]),
             sources=sources,
-            dropped=tuple(dict(saved["sources"][name]["dropped"]) for name in names),
-            carry=_carry_from_json(saved["carry"], names),
+            dropped=tuple(dict(saved["sources"][n]["dropped"]) if n in saved["sources"] else {} for n in names),
+            carry=_carry_from_json(saved["carry"], known, names),
             certificate=certificate,
+            passes=int(saved["pass"]),
+            changes=tuple(
+                MixtureChange(int(step), _weights_of(unpack_array(packed, np.float64), known, names))
+                for step, packed in saved["mixture"]["changes"]
+            ),
         )
     except StateError:
         raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise StateError(f"the loader state is incomplete or damaged: {type(error).__name__}: {error}") from error
+
+
+def pack_weights(weights: FloatArray, names: Sequence[str]) -> str:
+    """Weights in the order of the sorted names, packed."""
+    return pack_array(weights[np.argsort(names, kind="stable")])
+
+
+def weights_by_name(saved: Mapping[str, Any], entry: str) -> dict[str, float]:
+    """Source name -> weight, of an entry of the `mixture` of a state."""
+    return dict(zip(sorted(saved["sources"]), unpack_array(saved["mixture"][entry], np.float64).tolist(), strict=True))
+
+
+def readable(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A state for people: weights by name, and no packed numbers."""
+    mixture = dict(saved["mixture"])
+    changes = {
+        step: dict(zip(sorted(saved["sources"]), unpack_array(packed, np.float64).tolist(), strict=True))
+        for step, packed in mixture["changes"]
+    }
+    for entry in ("weights", "declared"):
+        if mixture.get(entry) is not None:
+            mixture[entry] = weights_by_name(saved, entry)
+    return {**saved, "mixture": {**mixture, "changes": changes}, "carry": f"{saved['carry']['count']} pieces"}
 
 
 def restart(state: LoaderState, sources: Collection[int]) -> LoaderState:
@@ -87,27 +149,33 @@ def restart(state: LoaderState, sources: Collection[int]) -> LoaderState:
     return replace(state, sources=positions, dropped=tuple(dropped), carry=state.carry[kept])
 
 
-def check_versions(saved: Mapping[str, Any]) -> None:
-    """Refuse a state of another layout or another order. Raises: StateError."""
-    if not isinstance(saved, Mapping) or "version" not in saved:
-        raise StateError("this is no state of a megascale_lightning loader: it has no 'version'")
-    for field, ours in (("version", STATE_VERSION), ("order_version", ORDER_VERSION)):
-        if saved.get(field) != ours:
-            raise StateError(
-                f"the loader state has {field} {saved.get(field)!r}, this version of megascale_lightning reads {ours}: "
-                "load it with the version that saved it"
-            )
+def _check_names(saved: Sequence[str], ours: Sequence[str], may_differ: bool) -> None:
+    added, gone = sorted(set(ours) - set(saved)), sorted(set(saved) - set(ours))
+    if (added or gone) and not may_differ:
+        raise StateError(
+            f"the state is of sources {saved}, the config has {ours}: added {added}, gone {gone}. Give the sources as "
+            'they were, or say force_resume=["sources"]: an added source then begins now, one that is gone is left out '
+            "with what was carried of it, and the others go on where they stood"
+        )
 
 
-def _carry_to_json(carry: IntArray, names: Sequence[str]) -> dict[str, list[Any]]:
-    columns: dict[str, list[Any]] = {field: carry[field].tolist() for field in PIECE.names or ()}
-    columns["source"] = [names[index] for index in columns["source"]]
-    return columns
+def _carry_to_json(carry: IntArray, by_name: IntArray) -> dict[str, Any]:
+    rank = np.empty(len(by_name), np.int32)
+    rank[by_name] = np.arange(len(by_name))
+    packed = carry.copy()
+    packed["source"] = rank[carry["source"]]
+    return {"count": len(carry), "packed": pack_records(packed)}
 
 
-def _carry_from_json(saved: Mapping[str, Sequence[Any]], names: Sequence[str]) -> IntArray:
-    index_of = {name: index for index, name in enumerate(names)}
-    carry = np.zeros(len(saved["source"]), PIECE)
-    for field in PIECE.names or ():
-        carry[field] = [index_of[name] for name in saved["source"]] if field == "source" else saved[field]
-    return carry
+def _carry_from_json(saved: Mapping[str, Any], known: Sequence[str], names: Sequence[str]) -> IntArray:
+    carry = unpack_records(saved["packed"], PIECE, int(saved["count"]))
+    ours = {name: index for index, name in enumerate(names)}
+    index_of = np.array([ours.get(name, -1) for name in known], np.int32)
+    carry["source"] = index_of[carry["source"]]
+    return carry[carry["source"] >= 0]
+
+
+def _weights_of(saved: FloatArray, known: Sequence[str], names: Sequence[str]) -> FloatArray:
+    """Weights by the rank of saved names as weights of our sources; a source that is new has 0 until it is settled."""
+    by_name = dict(zip(known, saved.tolist(), strict=True))
+    return np.array([by_name.get(name, 0.0) for name in names])

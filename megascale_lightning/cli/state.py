@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from megascale_lightning.checkpointing.state import STATE_KEY
+from megascale_lightning.checkpointing.state import STATE_KEY, readable
 from megascale_lightning.errors import StateError
 
 __all__ = ["add_parser", "find_states", "read_checkpoint"]
@@ -48,7 +48,7 @@ def _run(chosen: argparse.Namespace) -> int:
         return 0
     for where, state in states.items():
         print(f"{where}:")
-        print("\n".join(f"  {line}" for line in _lines(state)))
+        print("\n".join(f"  {line}" for line in _lines(_readable(state))))
     return 0
 
 
@@ -86,6 +86,14 @@ def find_states(checkpoint: Any) -> dict[str, Mapping[str, Any]]:
         if not any(state == other for other in found.values()):
             found["/".join(where) or "the file"] = state
     return found
+
+
+def _readable(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With weights by name; a state that is damaged, or of another version, as it is."""
+    try:
+        return readable(state)
+    except (StateError, KeyError, TypeError, ValueError):
+        return state
 
 
 def _reason(error: Exception) -> str:

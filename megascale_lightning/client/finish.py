@@ -6,8 +6,7 @@ All tensors are the batch's own: none holds on to the window, which may lie in m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, Final
 
@@ -15,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megascale_lightning.client.describing import WindowInfos, running_sum
 from megascale_lightning.client.info import INFO_KEY, BatchInfo
-from megascale_lightning.config import PackedRows, Rows, StreamSpec
 from megascale_lightning.errors import StreamError
-from megascale_lightning.types import BatchWindow, IntArray, LoaderState
+from megascale_lightning.rows import PackedRows, PaddedRows
+from megascale_lightning.streams import StreamSpec
+from megascale_lightning.types import BatchWindow, IntArray
 
 __all__ = ["IGNORED", "finish"]
 
@@ -54,38 +55,30 @@ def finish(
     Raises:
         StreamError: The window does not fit the rows of the stream.
     """
-    skipped = 0 if first_step is None else first_step - window.first_step
-    layout = _Layout(window, spec)
-    states = [_own(state) for state in window.states]
-    for index in range(skipped * window.num_microbatches, window.num_steps * window.num_microbatches):
+    infos = WindowInfos(window, spec)
+    layout = _Layout(window, spec, infos)
+    for index in infos.indices(first_step):
         batch = layout.tensors(index)
-        batch[INFO_KEY] = info = layout.info(index, states)
+        batch[INFO_KEY] = info = infos.info(index)
         yield batch, info
 
 
 class _Layout:
     """Where everything of a window goes; worked out once, for all its microbatches."""
 
-    def __init__(self, window: BatchWindow, spec: StreamSpec) -> None:
+    def __init__(self, window: BatchWindow, spec: StreamSpec, infos: WindowInfos) -> None:
         rows, size = spec.rows, spec.rows.micro_batch_size
-        expected = window.num_steps * window.num_microbatches * size
-        if len(window.row_offsets) - 1 != expected:
-            raise StreamError(
-                f"a window of {window.num_steps} steps x {window.num_microbatches} microbatches x {size} rows needs "
-                f"{expected} rows, not {len(window.row_offsets) - 1}; it was made for another micro_batch_size"
-            )
+        assert isinstance(rows, (PackedRows, PaddedRows))
         self._window, self._rows, self._size = window, rows, size
-        self._num_groups = spec.num_groups
-        self._source_names = tuple(source.name for source in spec.sources)
+        self._pieces_of = infos.pieces_of
         lengths = window.pieces["length"].astype(np.int64)
-        row_bounds = _offsets(lengths)[window.row_offsets]
+        row_bounds = running_sum(lengths)[window.row_offsets]
         self._row_bounds: list[int] = row_bounds.tolist()
         self._widths = _widths(rows, np.diff(row_bounds).reshape(-1, size))
         self._segment_lengths, self._segment_rows = _segments(
             lengths, window.row_offsets, np.repeat(self._widths, size) - np.diff(row_bounds)
         )
-        self._segment_bounds = _offsets(self._segment_lengths)
-        self._loss_bounds = _offsets(window.pieces["loss_tokens"])
+        self._segment_bounds = running_sum(self._segment_lengths)
         self._arange = np.arange(size * int(self._widths.max(initial=0)))
 
     def tensors(self, index: int) -> dict[str, Any]:
@@ -107,34 +100,6 @@ class _Layout:
         for name in self._rows.sample_fields:
             batch[name] = _sample_field(self._window.samples[name][pieces])
         return batch
-
-    def info(self, index: int, states: Sequence[LoaderState]) -> BatchInfo:
-        """Describe microbatch `index` of the window."""
-        window, size = self._window, self._size
-        step, microbatch = divmod(index, window.num_microbatches)
-        pieces = self._pieces_of(index)
-        row_offsets = window.row_offsets[index * size : (index + 1) * size + 1]
-        is_last_in_step = microbatch == window.num_microbatches - 1
-        return BatchInfo(
-            step=window.first_step + step,
-            microbatch=microbatch,
-            num_loss_tokens=int(self._loss_bounds[pieces.stop] - self._loss_bounds[pieces.start]),
-            step_loss_tokens=int(window.step_loss_tokens[step]),
-            num_groups=self._num_groups,
-            num_microbatches=window.num_microbatches,
-            row_weights=(np.diff(row_offsets) > 0).astype(np.float32),
-            is_last_in_step=is_last_in_step,
-            is_last_in_stream=is_last_in_step and states[step + 1].ended,
-            pieces=window.pieces[pieces].copy(),
-            row_offsets=row_offsets - row_offsets[0],
-            source_names=self._source_names,
-            before=states[step],
-            after=states[step + 1],
-        )
-
-    def _pieces_of(self, index: int) -> slice:
-        offsets = self._window.row_offsets
-        return slice(int(offsets[index * self._size]), int(offsets[(index + 1) * self._size]))
 
     def _segments_of(self, index: int) -> slice:
         rows = self._segment_rows
@@ -182,7 +147,7 @@ class _Layout:
         return torch.from_numpy(values.reshape(*shape, *values.shape[1:]))
 
 
-def _widths(rows: Rows, row_tokens: IntArray) -> npt.NDArray[np.int64]:
+def _widths(rows: PackedRows | PaddedRows, row_tokens: IntArray) -> npt.NDArray[np.int64]:
     """Width of each microbatch, from the tokens of its rows: [microbatches, rows a microbatch]."""
     if isinstance(rows, PackedRows):
         return np.full(len(row_tokens), rows.width, np.int64)
@@ -198,7 +163,7 @@ def _segments(
     if (tails < 0).any():
         raise StreamError(f"row {int(np.argmin(tails))} of a window is {-int(tails.min())} tokens longer than rows are")
     has_tail = tails > 0
-    row_bounds = _offsets(np.diff(row_offsets) + has_tail)
+    row_bounds = running_sum(np.diff(row_offsets) + has_tail)
     segments = np.empty(row_bounds[-1], np.int64)
     is_tail = np.zeros(len(segments), np.bool_)
     is_tail[row_bounds[1:][has_tail] - 1] = True
@@ -254,13 +219,3 @@ def _owned(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Whole numbers become int64, whatever width they were stored in."""
     return np.dtype(np.int64) if dtype.kind in "iu" else dtype
-
-
-def _offsets(lengths: IntArray) -> npt.NDArray[np.int64]:
-    """int64 [n + 1]: running sum, from 0."""
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-
-def _own(state: LoaderState) -> LoaderState:
-    """Copy the arrays of a state, which outlives the window."""
-    return replace(state, sources=state.sources.copy(), carry=state.carry.copy())

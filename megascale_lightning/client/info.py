@@ -43,6 +43,7 @@ class BatchInfo:
         source_names: Sequence[str],
         before: LoaderState,
         after: LoaderState,
+        is_last_in_pass: bool = False,
     ) -> None:
         """Make it; the arrays are kept, not copied.
 
@@ -56,6 +57,7 @@ class BatchInfo:
             row_weights: float32 [rows]: 1, or 0 for a filler row.
             is_last_in_step: An optimizer step follows this microbatch.
             is_last_in_stream: Nothing follows this microbatch.
+            is_last_in_pass: Every source with a weight was given once; what follows belongs to the next pass.
             pieces: PIECE [n], row after row.
             row_offsets: int64 [rows + 1] into `pieces`.
             source_names: By the index in `pieces`.
@@ -71,6 +73,7 @@ class BatchInfo:
         self.row_weights = row_weights
         self.is_last_in_step = is_last_in_step
         self.is_last_in_stream = is_last_in_stream
+        self.is_last_in_pass = is_last_in_pass
         self._pieces = pieces
         self._row_offsets = row_offsets
         self._source_names = tuple(source_names)

@@ -10,27 +10,34 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megascale_lightning.client.collating import check_collate_fn, collate
 from megascale_lightning.client.finish import finish
 from megascale_lightning.client.info import BatchInfo
+from megascale_lightning.client.mixture import PendingChanges, merged_weights
 from megascale_lightning.client.reader import StreamReader
 from megascale_lightning.client.session import LoadingSession
-from megascale_lightning.errors import StreamError
+from megascale_lightning.errors import ConfigError, StreamError
+from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.types import BatchWindow, LoaderState, StepReport
 
 if TYPE_CHECKING:
-    from megascale_lightning.config import LoaderConfig, StreamSpec
+    from megascale_lightning.checkpointing.filelists import FileLists
+    from megascale_lightning.config import LoaderConfig
     from megascale_lightning.places.tree import ClientPlaceTree
+    from megascale_lightning.streams import StreamSpec
 
 __all__ = ["MegaScaleLoader"]
 
 _REPORTS = 1000
+_HANDED = 64
 
 
 class MegaScaleLoader:
     """The microbatches of one place in one stream, and the state of what was consumed.
 
     Iterating goes on behind the last consumed step; `iter()` itself moves nothing, the first `next()` opens the stream.
-    The training stream is one sequence over all iterators; evaluation streams start from the beginning each time.
+    The training stream is one sequence over all iterators, each of which, in passes, ends with the pass that it begins
+    in; evaluation streams start from the beginning each time.
 
     A step is consumed once its last microbatch was handed out, or, with `auto_consume=False`, once `mark_consumed` says
     so. Loaders of one config in one process share one runtime. Not thread-safe.
@@ -41,7 +48,9 @@ class MegaScaleLoader:
         rank: The place of this loader in the tree.
         stream: "train", or "val/0", "val/1", ... for the config's `val_sources`.
         accumulate: Microbatches per optimizer step, as the trainer has it; None: by `global_batch_size`.
+        passes: Go in passes: an iterator of the training stream ends when every source was given once.
         session: For integrations: the session to join.
+        steps_per_epoch: Steps of one trainer epoch; None: as the config says.
         auto_consume: Whether handing out the last microbatch of a step consumes it.
         interrupted: Asked while waiting for a batch; True ends the wait with `InterruptedError`.
     """
@@ -54,30 +63,38 @@ class MegaScaleLoader:
         stream: str = "train",
         *,
         accumulate: int | None = None,
+        passes: bool = False,
         session: LoadingSession | None = None,
+        steps_per_epoch: int | None = None,
         auto_consume: bool = True,
         interrupted: Callable[[], bool] | None = None,
     ) -> None:
-        self._session = session or LoadingSession.shared(config, tree=tree, accumulate=accumulate)
+        self._session = session or LoadingSession.shared(config, tree=tree, accumulate=accumulate, passes=passes)
         self._reader: StreamReader | None = None
         self._readers: list[StreamReader] = []
         self._current: object = None
         self._handed: BatchInfo | None = None
+        self.handed: deque[BatchInfo] = deque(maxlen=_HANDED)
+        """Of the microbatches that the running iterator handed out, oldest first; whoever needs it takes from the left.
+        A batch of `CollatedRows` has no room for it."""
         # A loader that is dropped without `close` must not hold other ranks back.
         weakref.finalize(self, _stop_all, self._readers).atexit = False
         self._owns = session is None
         self._closed = False
         try:
             self._spec = self._session.spec(stream)
+            check_collate_fn(getattr(self._session.config.rows_of(stream), "collate_fn", None))
             self._group = self._session.tree.data_group(rank)
         except BaseException:
             self.close()
             raise
         self._rank = rank
+        self._steps_per_epoch = steps_per_epoch or (self._session.config.steps_per_epoch if stream == "train" else None)
         self._auto_consume = auto_consume
         self._interrupted = interrupted
         self._number = self._session.next_number(stream, rank)
         self._state = self._session.initial_state(stream)
+        self._pending = PendingChanges()
         self._loads = 0
         self._opens = 0
         self.last_info: BatchInfo | None = None
@@ -106,9 +123,16 @@ class MegaScaleLoader:
         return self._state.certificate.hex()
 
     def __len__(self) -> int:
-        """Microbatches of one epoch. Raises: TypeError: `steps_per_epoch` is not set: the loader is unsized."""
-        steps = self._session.config.steps_per_epoch
-        if steps is None or self.stream != "train":
+        """Microbatches of one epoch: exact, and the same on all ranks.
+
+        Raises:
+            TypeError: The loader is unsized: `steps_per_epoch` is not set, and it goes in no passes whose length is
+                known before the data are read.
+        """
+        steps = self._steps_per_epoch
+        if steps is None and (self._spec.passes or self.stream != "train"):
+            steps = self._session.pass_steps(self.stream)
+        if steps is None:
             raise TypeError("this MegaScaleLoader is unsized: set steps_per_epoch for a length")
         return steps * self.num_microbatches
 
@@ -120,17 +144,35 @@ class MegaScaleLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The state behind the last consumed step, as plain JSON; no collective, no call elsewhere; re-entrant."""
-        return self._session.state_to_json(self.stream, self._state)
+        return self._session.state_to_json(self.stream, self._position())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, lists: FileLists | None = None) -> None:
         """Go on behind the step that the state was saved at, at the next `iter()`.
+
+        Args:
+            state: What `state_dict()` gave, here or in another run.
+            lists: The file lists that it was saved with, where the error is to say which files changed.
 
         Raises:
             StateError: The state is of another version, of other data or of other settings.
         """
-        self._state = self._session.state_from_json(self.stream, state)
+        self._state = self._session.state_from_json(self.stream, state, lists)
+        self._pending.clear()
         self._loads += 1
         self._leave()
+
+    def leave(self) -> None:
+        """Stop reading, and wait for it; the next iterator opens the stream again. For integrations."""
+        self._leave()
+        for reader in self._readers:
+            reader.close()
+
+    def move_to(self, session: LoadingSession) -> None:
+        """Read from another session of the same streams from now on, from the beginning. For integrations."""
+        self.leave()
+        self._session, self._spec = session, session.spec(self.stream)
+        self._number = session.next_number(self.stream, self._rank)
+        self._state = session.initial_state(self.stream)
 
     def mark_consumed(self, info: BatchInfo) -> None:
         """The optimizer step of this microbatch, if it is the last of its step, was taken. For `auto_consume=False`.
@@ -141,8 +183,45 @@ class MegaScaleLoader:
         self._check_next(info)
         if info.is_last_in_step:
             self._state = info._after
+            self._pending.passed(self._state.step)
             if self._reader is not None:
-                self._reader.consumed(self._state)
+                self._reader.consumed(self._position())
+
+    def set_mixture(self, weights: Mapping[str, float], at_step: int | None = None) -> int | None:
+        """Draw with other weights from a step on. Acts on rank 0; on the others it does nothing.
+
+        The change is in the state from now on, and takes effect at its step whatever happens in between.
+
+        Args:
+            weights: By source name, not normalised; a source that is not named keeps what it has by then.
+            at_step: The first step whose draws they govern; None: `mixture_lead_steps` after the consumed ones.
+
+        Returns:
+            That step; None on other ranks.
+
+        Raises:
+            ConfigError: A weight is none, a source is unknown, or the step is too near to be planned with them.
+            StreamError: This is no training stream.
+        """
+        if self.stream != "train":
+            raise StreamError(f"set_mixture changes the training stream, this is {self.stream!r}")
+        if self._rank != 0:
+            return None
+        first = self._state.step + self._spec.mixture_lead_steps
+        if at_step is not None and at_step < first:
+            raise ConfigError(
+                f"set_mixture(at_step={at_step}): steps up to {first - 1} may be planned already "
+                f"({self._state.step} are consumed, mixture_lead_steps={self._spec.mixture_lead_steps}): give a later "
+                "step, or none"
+            )
+        step = first if at_step is None else at_step
+        names = [source.name for source in self._spec.sources]
+        self._pending.add(step, merged_weights(names, weights, self._position(), step))
+        state = self._position()
+        if self._reader is not None:
+            self._reader.consumed(state)
+            self._reader.set_mixture(state.changes)
+        return step
 
     def close(self) -> None:
         """Leave the stream; with the last loader of its config the runtime ends. A second call does nothing."""
@@ -163,6 +242,10 @@ class MegaScaleLoader:
     ) -> None:
         self.close()
 
+    def _position(self) -> LoaderState:
+        """The consumed state, with the changes of the mixture that the planner may not have put in it yet."""
+        return self._pending.into(self._state)
+
     def _open(self, iterator: object) -> StreamReader:
         """Read for an iterator from now on; an older one of this loader ends."""
         if self._reader is None or not self._goes_on():
@@ -175,7 +258,10 @@ class MegaScaleLoader:
         """Whether the next microbatch of the running reader is the first behind what was consumed."""
         if self.stream != "train":
             return False
-        return self._handed is not None and self._handed.is_last_in_step and self._handed.step + 1 == self._state.step
+        last = self._handed
+        return (
+            last is not None and last.is_last_in_step and not last.is_last_in_pass and last.step + 1 == self._state.step
+        )
 
     def _reopen(self) -> None:
         if self.stream != "train":
@@ -183,12 +269,12 @@ class MegaScaleLoader:
         self._opens += 1
         reader = StreamReader(
             self._session.port,
-            partial(_finish, self._spec, self.last_reports),
+            partial(_finish, self._spec, self._session.config.rows_of(self.stream), self.last_reports),
             stream=self.stream,
             generation=self._generation(self._state),
             group=self._group,
             client=self._rank,
-            state=self._state,
+            state=self._position(),
             depth=min(max(self._spec.num_microbatches, 2), 16),
             stall_timeout=self._session.stall_timeout,
         )
@@ -220,13 +306,14 @@ class MegaScaleLoader:
             raise StopIteration
         batch, info = item
         self.last_info = self._handed = info
+        self.handed.append(info)
         if self._auto_consume:
             self.mark_consumed(info)
         return batch, reader
 
     def _at_epoch_end(self) -> bool:
-        steps = self._session.config.steps_per_epoch
-        return self._auto_consume and steps is not None and self.stream == "train" and self._state.step % steps == 0
+        steps = self._steps_per_epoch
+        return self._auto_consume and steps is not None and self._state.step % steps == 0
 
     def _check_next(self, info: BatchInfo) -> None:
         if info.step != self._state.step:
@@ -238,6 +325,7 @@ class MegaScaleLoader:
     def _leave(self) -> None:
         """Stop the running reader, if there is one; it is waited for at `close`."""
         self._current = self._handed = None
+        self.handed.clear()
         if self._reader is not None:
             self._reader.stop()
             self._reader = None
@@ -245,9 +333,11 @@ class MegaScaleLoader:
 
 
 def _finish(
-    spec: StreamSpec, reports: deque[StepReport], window: BatchWindow, first_step: int
-) -> Iterator[tuple[dict[str, Any], BatchInfo]]:
+    spec: StreamSpec, rows: Rows, reports: deque[StepReport], window: BatchWindow, first_step: int
+) -> Iterator[tuple[Any, BatchInfo]]:
     reports.extend(report for report in window.reports if report.step >= first_step)
+    if isinstance(rows, CollatedRows):
+        return collate(window, spec, rows.collate_fn, first_step=first_step)
     return finish(window, spec, first_step=first_step)
 
 

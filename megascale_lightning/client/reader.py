@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from megascale_lightning.client.info import BatchInfo
-from megascale_lightning.errors import NotOpenError, StalledError, StreamError
+from megascale_lightning.errors import NotOpenError, RayUnreachableError, StalledError, StreamError
 from megascale_lightning.runtime.forks import check_process
 from megascale_lightning.runtime.port import BatchPort
-from megascale_lightning.types import BatchWindow, LoaderState, NotYet
+from megascale_lightning.types import BatchWindow, LoaderState, MixtureChange, NotYet
 
 __all__ = ["Finish", "StreamReader"]
 
@@ -26,6 +26,8 @@ Finish = Callable[[BatchWindow, int], Iterator[tuple[dict[str, Any], BatchInfo]]
 _END: Final = object()
 _POLL_S: Final = 0.2
 _REPORT_S: Final = 10.0
+_LEAVE_S: Final = 5.0
+"""A thread that has not left its stream by then is left behind."""
 
 
 class StreamReader:
@@ -59,6 +61,7 @@ class StreamReader:
         self._ready: queue.Queue[Any] = queue.Queue(depth)
         self._stall_timeout = stall_timeout
         self._stopping = threading.Event()
+        self._stopped_at = 0.0
         self._waiting = False
         self._pid = os.getpid()
         port.open(stream, generation, client, state)
@@ -104,21 +107,38 @@ class StreamReader:
         if self._waiting and not self._stopping.is_set():
             self._port.consumed(*self._address, self._client, self._consumed)
 
+    def set_mixture(self, changes: tuple[MixtureChange, ...]) -> None:
+        """Tell the planner of all changes to come; it knows them when this returns."""
+        self._port.set_mixture(*self._address, changes)
+
     def stop(self) -> None:
         """Stop reading; the thread leaves the stream as soon as its current call is answered. Waits for nothing."""
         if os.getpid() == self._pid:
+            if not self._stopping.is_set():
+                self._stopped_at = time.monotonic()
             self._stopping.set()
             self._drain()
 
     def close(self) -> None:
-        """Stop reading and wait until the stream is left; a second call does nothing, as does one after a fork."""
+        """Stop reading and wait until the stream is left; a second call does nothing, as does one after a fork.
+
+        Five seconds after the stop the thread is left behind, with a warning: what it waits for (a transform, a role
+        that stands still) may never come, and a trainer that ends after Ctrl-C cannot be interrupted a second time.
+        """
         if os.getpid() != self._pid:
             return
         self.stop()
-        while self._thread.is_alive():
+        while self._thread.is_alive() and time.monotonic() < self._stopped_at + _LEAVE_S:
             self._drain()
             self._thread.join(timeout=0.05)
         self._drain()
+        if self._thread.is_alive():
+            logger.warning(
+                "stream %s: a call has not come back for %g s (a slow transform? a role that stands still?), its "
+                "thread is left behind and ends with it",
+                self._address[0],
+                _LEAVE_S,
+            )
 
     def _drain(self) -> None:
         try:
@@ -135,6 +155,8 @@ class StreamReader:
             # Said before the stream is left, which may take long where a role is away.
             self._put(error)
             last = None
+            if isinstance(error, RayUnreachableError):
+                return  # nobody is there to be told
         try:
             self._port.close(*self._address, self._client)
         except Exception as error:
@@ -151,7 +173,7 @@ class StreamReader:
                 if not self._put(item):
                     return
             self._first = window.first_step + window.num_steps
-            if window.states[-1].ended:
+            if window.states[-1].ended or window.states[-1].passes > window.states[0].passes:
                 return
 
     def _fetch(self) -> BatchWindow | None:

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from megascale_lightning.config import LoaderConfig, SourceSpec, StreamSpec
+from megascale_lightning.checkpointing.filelists import FileLists
+from megascale_lightning.config import LoaderConfig
 from megascale_lightning.constructing.constructor import DataConstructor
 from megascale_lightning.errors import ConfigError, MegaScaleWarning
 from megascale_lightning.loading.loader import LoadedSource, SourceLoader
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.planner import Planner
 from megascale_lightning.planning.strategies import Balanced, Strategy
+from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.runtime.pickling import dump
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
 from megascale_lightning.scaling.assignment import SlotAssignment
-from megascale_lightning.sources.manifest import Manifest
+from megascale_lightning.sources.manifest import FileInfo, Manifest
 from megascale_lightning.sources.order import num_windows
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.survey import build_manifest
+from megascale_lightning.streams import SourceSpec, StreamSpec
 
 __all__ = ["Manifests", "Survey", "read_manifests", "resolve_streams", "runtime_plan", "survey"]
 
 _WINDOW_SLOTS: Final = 4 << 20
 """Token slots that one call should move: enough to make the cost of the call vanish."""
 _MAX_PLAN_WINDOW: Final = 16
+_SAMPLE_SLOTS: Final = 64 << 10
+"""What a collated sample is taken to move: as much as so many tokens."""
 
 
 Manifests = Mapping[str, tuple[Manifest, ...]]
@@ -42,35 +47,53 @@ class Survey:
     """Windows of one epoch."""
     digests: Mapping[str, Mapping[str, str]]
     """Digest of the frozen file list."""
+    records: Mapping[str, Mapping[str, int]]
+    """Records of one epoch; -1 where they are not known before they are read."""
 
 
-def read_manifests(config: LoaderConfig) -> Manifests:
-    """Read the file lists of every source once.
+def read_manifests(config: LoaderConfig, streams: Collection[str], frozen: FileLists | None = None) -> Manifests:
+    """Read the file lists of every source of the streams once.
+
+    Args:
+        config: The settings.
+        streams: Their names.
+        frozen: The files to take, for sources of the training stream that go on with those they began with.
 
     Raises:
         ConfigError: Files are missing or unreadable, or a dataset cannot be sent to the loaders' processes.
     """
     portable = config.runtime != "local"
     return {
-        stream: tuple(build_manifest(source, portable=portable, dump=dump) for source in sources)
+        stream: tuple(
+            build_manifest(source, portable=portable, dump=dump, files=_frozen(frozen, stream, source))
+            for source in sources
+        )
         for stream, sources in config.streams().items()
+        if stream in streams
     }
+
+
+def _frozen(frozen: FileLists | None, stream: str, source: Source) -> tuple[FileInfo, ...] | None:
+    return None if frozen is None or stream != "train" else frozen.get(source.name)
 
 
 def survey(config: LoaderConfig, manifests: Manifests) -> Survey:
     """The part of the file lists that all ranks need."""
-    windows, digests = {}, {}
-    for stream, sources in config.streams().items():
-        pairs = list(zip(sources, manifests[stream], strict=True))
+    windows: dict[str, dict[str, int]] = {}
+    digests: dict[str, dict[str, str]] = {}
+    records: dict[str, dict[str, int]] = {}
+    for stream, of_sources in manifests.items():
+        pairs = list(zip(config.streams()[stream], of_sources, strict=True))
         windows[stream] = {source.name: num_windows(manifest, config.window_units) for source, manifest in pairs}
         digests[stream] = {source.name: manifest.digest() for source, manifest in pairs}
-    return Survey(windows, digests)
+        records[stream] = {source.name: manifest.num_records for source, manifest in pairs}
+    return Survey(windows, digests, records)
 
 
 def resolve_streams(
-    config: LoaderConfig, tree: ClientPlaceTree, windows: Mapping[str, Mapping[str, int]], accumulate: int | None
+    config: LoaderConfig, tree: ClientPlaceTree, surveyed: Survey, accumulate: int | None, *, passes: bool = False
 ) -> dict[str, StreamSpec]:
-    """Settle every stream against the trainer's places and accumulation.
+    """Settle every surveyed stream against the trainer's places and accumulation.
 
     Raises:
         ConfigError: `global_batch_size` does not fit them, or the strategy is none.
@@ -78,6 +101,34 @@ def resolve_streams(
     strategy = config.strategy if config.strategy is not None else Balanced()
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy must be Balanced(), RoundRobin() or alike, not {strategy!r}")
+    total, num_microbatches = _resolve_step(config, tree, accumulate)
+    found = {}
+    for stream, windows in surveyed.windows.items():
+        training = stream == "train"
+        rows = config.rows_of(stream).portable()
+        rows_per_step = total if training else rows.micro_batch_size * tree.num_groups
+        window, ahead = _choose_reach(config, rows_per_step * _row_slots(rows))
+        found[stream] = StreamSpec(
+            name=stream,
+            sources=_source_specs(config, stream, windows),
+            rows=rows,
+            rows_per_step=rows_per_step,
+            num_groups=tree.num_groups,
+            num_microbatches=num_microbatches if training else 1,
+            seed=config.seed,
+            last_step=config.last_step if training else "fill",
+            mixture_unit=config.shares.unit if training else "samples",
+            strategy=strategy,
+            prefetch_steps=ahead,
+            plan_window=window,
+            passes=passes and training,
+            mixture_lead_steps=config.mixture_lead_steps,
+        )
+    return found
+
+
+def _resolve_step(config: LoaderConfig, tree: ClientPlaceTree, accumulate: int | None) -> tuple[int, int]:
+    """Rows of a training step, and its microbatches on each rank."""
     micro = config.rows.micro_batch_size * tree.num_groups
     total = config.global_batch_size or micro * (accumulate or 1)
     num_microbatches = -(-total // micro)
@@ -92,34 +143,39 @@ def resolve_streams(
             f"global_batch_size={total} is no multiple of {config.rows.micro_batch_size} rows x {tree.num_groups} "
             f"data-parallel ranks: every step is filled up to {num_microbatches * micro} rows with rows of weight 0",
             MegaScaleWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    found = {}
-    for stream, sources in config.streams().items():
-        training = stream == "train"
-        rows_per_step = total if training else micro
-        slots = rows_per_step * config.rows.capacity
-        window = config.plan_window or min(max(_WINDOW_SLOTS // slots, 1), _MAX_PLAN_WINDOW)
-        found[stream] = StreamSpec(
-            name=stream,
-            sources=_source_specs(config, stream, sources, windows[stream]),
-            rows=config.rows,
-            rows_per_step=rows_per_step,
-            num_groups=tree.num_groups,
-            num_microbatches=num_microbatches if training else 1,
-            seed=config.seed,
-            last_step=config.last_step if training else "fill",
-            mixture_unit=config.shares.unit if training else "samples",
-            strategy=strategy,
-            prefetch_steps=2 * window if config.prefetch_steps is None else config.prefetch_steps,
-            plan_window=window,
+    return total, num_microbatches
+
+
+def _row_slots(rows: Rows) -> int:
+    """How much a row moves, in token slots; of a collated sample nothing is known before it is read."""
+    return _SAMPLE_SLOTS if isinstance(rows, CollatedRows) else rows.capacity
+
+
+def _choose_reach(config: LoaderConfig, slots: int) -> tuple[int, int]:
+    """Steps of a plan window, and steps that may be planned ahead of the slowest rank.
+
+    A step is planned at the latest when the window that holds it is; with one step of lookahead for the end, all of it
+    must lie within `mixture_lead_steps`.
+
+    Raises:
+        ConfigError: What was set does not lie within.
+    """
+    lead = config.mixture_lead_steps
+    window = config.plan_window or min(max(_WINDOW_SLOTS // slots, 1), _MAX_PLAN_WINDOW, max((lead - 1) // 2, 1))
+    ahead = min(2 * window, max(lead - 1 - window, 0)) if config.prefetch_steps is None else config.prefetch_steps
+    if ahead + window + 1 > lead:
+        raise ConfigError(
+            f"prefetch_steps={ahead} and a plan_window of {window} reach {ahead + window + 1} steps ahead, and "
+            f"mixture_lead_steps={lead} allows {lead}: lower them, or set mixture_lead_steps={ahead + window + 1}"
         )
-    return found
+    return window, ahead
 
 
 def runtime_plan(config: LoaderConfig, specs: Mapping[str, StreamSpec], manifests: Manifests, run: str) -> RuntimePlan:
     """The recipes of all roles."""
-    streams = config.streams()
+    streams = {stream: sources for stream, sources in config.streams().items() if stream in specs}
     num_loaders = config.num_loaders or _choose_num_loaders(sum(map(len, streams.values())))
     loader_of = SlotAssignment(num_loaders, {stream: len(sources) for stream, sources in streams.items()})
     loaded = {
@@ -128,7 +184,7 @@ def runtime_plan(config: LoaderConfig, specs: Mapping[str, StreamSpec], manifest
     }
     loader_kwargs = {
         "streams": loaded,
-        "rows": config.rows,
+        "rows": {stream: spec.rows for stream, spec in specs.items()},
         "seed": config.seed,
         "window_units": config.window_units,
         "part_bytes": config.part_bytes,
@@ -147,10 +203,8 @@ def runtime_plan(config: LoaderConfig, specs: Mapping[str, StreamSpec], manifest
     )
 
 
-def _source_specs(
-    config: LoaderConfig, stream: str, sources: Sequence[Source], windows: Mapping[str, int]
-) -> tuple[SourceSpec, ...]:
-    weights = config.weights(stream)
+def _source_specs(config: LoaderConfig, stream: str, windows: Mapping[str, int]) -> tuple[SourceSpec, ...]:
+    weights = config.weights_of(stream)
     specs = tuple(
         SourceSpec(
             name=source.name,
@@ -158,7 +212,7 @@ def _source_specs(
             weight=weights[source.name],
             epochs=source.epochs,
         )
-        for source in sources
+        for source in config.streams()[stream]
     )
     if stream == "train":
         return specs

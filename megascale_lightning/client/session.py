@@ -7,18 +7,29 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, TypeVar
 
-from megascale_lightning.checkpointing.fingerprint import check_fingerprint, order_fingerprint, restarted_sources
-from megascale_lightning.checkpointing.state import from_json, restart, to_json
-from megascale_lightning.client.resolving import Manifests, read_manifests, resolve_streams, runtime_plan, survey
-from megascale_lightning.config import LoaderConfig, StreamSpec
-from megascale_lightning.errors import ConfigError, StateError
+from megascale_lightning.checkpointing.filelists import FileLists, describe_changes, kept_files, pack_lists
+from megascale_lightning.client.resolving import (
+    Manifests,
+    Survey,
+    read_manifests,
+    resolve_streams,
+    runtime_plan,
+    survey,
+)
+from megascale_lightning.client.states import SavedStates
+from megascale_lightning.config import LoaderConfig
+from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.stepping import initial_state
+from megascale_lightning.rows import CollatedRows
 from megascale_lightning.runtime.port import BatchPort, Runtime
+from megascale_lightning.sources.manifest import FileInfo
+from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import LoaderState
 
 __all__ = ["LoadingSession"]
@@ -39,6 +50,9 @@ class LoadingSession:
         rank: Global rank of this process.
         accumulate: Microbatches per optimizer step as the trainer has it; None: by `global_batch_size`.
         broadcast: `broadcast(obj)` returns rank 0's object on every rank; None: this process is alone.
+        kinds: Kinds of streams to serve ("train", "val", "test", "predict"); None: all that the config has.
+        passes: The training stream goes in passes over its sources, see `StreamSpec.passes`.
+        frozen: Files of training sources that go on with those they began with, by source name.
 
     Raises:
         ConfigError: The config does not fit the trainer, or its files are not there.
@@ -52,6 +66,9 @@ class LoadingSession:
         rank: int = 0,
         accumulate: int | None = None,
         broadcast: Callable[[Any], Any] | None = None,
+        kinds: Collection[str] | None = None,
+        passes: bool = False,
+        frozen: FileLists | None = None,
     ) -> None:
         self.config = config
         self.tree = tree or ClientPlaceTree.from_sizes()
@@ -59,14 +76,20 @@ class LoadingSession:
         self._rank = rank
         self._alone = broadcast is None
         share = _Shared(broadcast or _same, leads=self._alone or rank == 0)
-        manifests: Manifests = {}
-        if share.leads:
-            manifests = read_manifests(config)
-        surveyed = share(lambda: survey(config, manifests))
+        streams = [name for name in config.streams() if kinds is None or name.split("/")[0] in kinds]
+        self._manifests: Manifests = {}
+
+        def look() -> Survey:
+            self._manifests = read_manifests(config, streams, frozen)
+            return survey(config, self._manifests)
+
+        self._share = share
+        surveyed = share(look)
         self.run: str = share(lambda: uuid.uuid4().hex[:12])
-        self._specs = resolve_streams(config, self.tree, surveyed.windows, accumulate)
-        self._digests = surveyed.digests
-        self._runtime = _start(config, self._specs, manifests, self.run, share)
+        self._specs = resolve_streams(config, self.tree, surveyed, accumulate, passes=passes)
+        self._surveyed = surveyed
+        self._states = SavedStates(config, self._specs, surveyed.digests, self.run, self.file_lists())
+        self._runtime = _start(config, self._specs, self._manifests, self.run, share)
         self.port: BatchPort = self._runtime.port()
         self._numbers: Counter[tuple[str, int]] = Counter()
         self._users = 0
@@ -76,14 +99,19 @@ class LoadingSession:
 
     @classmethod
     def shared(
-        cls, config: LoaderConfig, *, tree: ClientPlaceTree | None = None, accumulate: int | None = None
+        cls,
+        config: LoaderConfig,
+        *,
+        tree: ClientPlaceTree | None = None,
+        accumulate: int | None = None,
+        passes: bool = False,
     ) -> LoadingSession:
         """The session of a config in this process; each call is answered by one `leave`."""
-        key = _Key(id(config), tree or ClientPlaceTree.from_sizes(), accumulate, os.getpid())
+        key = _Key(id(config), tree or ClientPlaceTree.from_sizes(), accumulate, passes, os.getpid())
         with _lock:
             session = _sessions.get(key)
             if session is None:
-                session = cls(config, tree=tree, accumulate=accumulate)
+                session = cls(config, tree=tree, accumulate=accumulate, passes=passes)
                 session._key = key
                 _sessions[key] = session
             session._users += 1
@@ -122,6 +150,24 @@ class LoadingSession:
             raise ConfigError(f"there is no stream {stream!r}; the config has {sorted(self._specs)}")
         return self._specs[stream]
 
+    def pass_steps(self, stream: str) -> int | None:
+        """Steps of one pass over the sources of a stream; None where it is not known before the data are read.
+
+        It is known where every record gives one row: `CollatedRows`, nothing that could drop a sample, and a number of
+        records that the files tell (datasets, Parquet).
+        """
+        spec, records = self.spec(stream), self._surveyed.records[stream]
+        counts = []
+        for source in self.config.streams()[stream]:
+            if self.config.weights_of(stream)[source.name] == 0:
+                continue
+            sure = source.transform is None and source.on_error == "raise" and records[source.name] >= 0
+            if not sure or not isinstance(spec.rows, CollatedRows):
+                return None
+            counts.append(records[source.name] * (1 if stream == "train" else source.epochs or 1))
+        rows = sum(counts)
+        return rows // spec.rows_per_step if spec.last_step == "drop" else -(-rows // spec.rows_per_step)
+
     def stats(self) -> dict[str, Any]:
         """Counters of the roles, by role name."""
         return self._runtime.stats()
@@ -137,47 +183,63 @@ class LoadingSession:
 
     def state_to_json(self, stream: str, state: LoaderState) -> dict[str, Any]:
         """The saved form of a state, with what it needs to be checked at resume."""
-        spec = self.spec(stream)
-        saved = to_json(state, [source.name for source in spec.sources])
-        return saved | {
-            "run": self.run,
-            "stream": stream,
-            "mixture": {
-                "unit": spec.mixture_unit,
-                "weights": {source.name: float(source.weight) for source in spec.sources},
-            },
-            "global_batch_size": spec.rows_per_step,
-            "fingerprint": self.fingerprint(stream),
-            "files": dict(self._digests[stream]),
-        }
+        return self._states.to_json(stream, state)
 
-    def state_from_json(self, stream: str, saved: Mapping[str, Any]) -> LoaderState:
-        """The state of a saved form.
+    def state_from_json(self, stream: str, saved: Mapping[str, Any], lists: FileLists | None = None) -> LoaderState:
+        """The state of a saved form; see `SavedStates.from_json`.
 
         Raises:
-            StateError: It is of another version, of other data or of other settings.
+            StateError: It is of a newer version, of other data or of other settings.
         """
-        names = [source.name for source in self.spec(stream).sources]
-        state = from_json(saved, names)
-        if saved.get("stream") != stream:
-            raise StateError(f"the state is of stream {saved.get('stream')!r}, this is stream {stream!r}")
-        if not saved.get("fingerprint"):
-            raise StateError("the loader state is incomplete or damaged: it has no 'fingerprint' of its settings")
-        changed = check_fingerprint(saved["fingerprint"], self.fingerprint(stream), force=self.config.force_resume)
-        again = restarted_sources(changed, names)
-        if not again:
-            return state
-        logger.warning("force_resume: %s changed, so %s begin their epoch anew", ", ".join(changed), ", ".join(again))
-        return restart(state, [names.index(name) for name in again])
+        return self._states.from_json(stream, saved, lists)
 
-    def fingerprint(self, stream: str) -> dict[str, Any]:
-        """What the order depends on: dotted name -> plain value."""
-        return order_fingerprint(
-            self.config,
-            stream=stream,
-            global_batch_size=self.spec(stream).rows_per_step,
-            files=self._digests[stream],
-        )
+    def file_lists(self) -> dict[str, tuple[FileInfo, ...]]:
+        """Files of the training sources, by source name, as far as they have any; on the process that reads them."""
+        sources, manifests = self.config.streams().get("train", ()), self._manifests.get("train", ())
+        return {
+            source.name: manifest.files
+            for source, manifest in zip(sources, manifests, strict=False)
+            if manifest.format != "dataset"
+        }
+
+    @cached_property
+    def packed_file_lists(self) -> bytes:
+        """`file_lists` in the form in which they are kept; empty where there are none."""
+        lists = self.file_lists()
+        return pack_lists(lists) if lists else b""
+
+    def files_to_keep(self, saved: Mapping[str, Any], lists: FileLists) -> FileLists | None:
+        """The files of a run that goes on after others were added; None where that is not all that happened to them.
+
+        All ranks call it, since only one looks at files.
+
+        Args:
+            saved: State of the training stream.
+            lists: Its file lists.
+        """
+        ours, theirs = self._surveyed.digests["train"], saved.get("files", {})
+        changed = [name for name in ours if ours[name] != theirs.get(name, ours[name]) and not self._forced(name)]
+        if not changed:
+            return None
+
+        def keep() -> FileLists | None:
+            now = self.file_lists()
+            kept = {name: kept_files(lists.get(name, ()), now.get(name, ())) for name in changed}
+            found = {name: files for name, files in kept.items() if files is not None}
+            for name in found:
+                logger.warning(
+                    'source %r goes on with the files that the run began with: %s; force_resume=["files.%s"] takes in '
+                    "all that there are and begins the source's epoch anew",
+                    name,
+                    describe_changes(lists[name], now[name]),
+                    name,
+                )
+            return found or None
+
+        return self._share(keep)
+
+    def _forced(self, source: str) -> bool:
+        return any(name in ("files", f"files.{source}") for name in self.config.force_resume)
 
 
 @dataclass(frozen=True)
@@ -185,6 +247,7 @@ class _Key:
     config: int
     tree: ClientPlaceTree
     accumulate: int | None
+    passes: bool
     pid: int
 
 
@@ -219,12 +282,18 @@ def _same(value: T) -> T:
 
 
 def _start(
-    config: LoaderConfig, specs: Mapping[str, StreamSpec], manifests: Manifests, run: str, share: _Shared
+    config: LoaderConfig,
+    specs: Mapping[str, StreamSpec],
+    manifests: Manifests,
+    run: str,
+    share: _Shared,
 ) -> Runtime:
     if config.runtime == "local":
         from megascale_lightning.runtime.local import LocalRuntime
 
-        return LocalRuntime(runtime_plan(config, specs, manifests or read_manifests(config), run))
+        # Every rank runs the roles itself, and all must mean the same files.
+        manifests = share(lambda: manifests)
+        return LocalRuntime(runtime_plan(config, specs, manifests, run))
     from megascale_lightning.runtime.ray_runtime import RayRuntime
 
     runtime: RayRuntime | None = None

@@ -12,20 +12,22 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from megascale_lightning.config import StreamSpec
-from megascale_lightning.errors import DataError, ReplayError
+from megascale_lightning.errors import DataError, ReplayError, StreamError
+from megascale_lightning.rows import CollatedRows
+from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import (
     PIECE,
     BatchWindow,
     IntArray,
     PartKey,
     PlanWindow,
+    Ragged,
     SampleBlock,
     StepReport,
     TakeRequest,
 )
 
-__all__ = ["Take", "assemble", "end_window", "plan_takes", "rows_of_group"]
+__all__ = ["Asked", "Take", "assemble", "end_window", "plan_takes", "rows_of_group", "samples_of_rows"]
 
 _PART_COLUMNS = ("source", "epoch", "window", "part")
 
@@ -38,6 +40,18 @@ class Take:
     requests: tuple[TakeRequest, ...]
     index: npt.NDArray[np.int64]
     """int64 [pieces of all requests]: where each piece stands in the window's pieces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The pieces that the loaders are asked for, and how they make up the rows of one group's window."""
+
+    pieces: IntArray
+    """PIECE [a]: first those of the rows, row after row; then what only filler rows repeat."""
+    row_offsets: npt.NDArray[np.int64]
+    """int64 [rows + 1] into `pieces`; filler rows are empty."""
+    samples: npt.NDArray[np.int64] | None = None
+    """`CollatedRows`: int64 [rows] into `pieces`, the sample that each row shows."""
 
 
 def rows_of_group(plan: PlanWindow, group: int) -> tuple[IntArray, npt.NDArray[np.int64]]:
@@ -57,6 +71,30 @@ def rows_of_group(plan: PlanWindow, group: int) -> tuple[IntArray, npt.NDArray[n
         pieces.append(step.pieces[np.repeat(starts - before, sizes) + np.arange(sizes.sum())])
         counts.append(sizes)
     return np.concatenate(pieces), np.cumsum(np.concatenate(counts), dtype=np.int64)
+
+
+def samples_of_rows(plan: PlanWindow, group: int, pieces: IntArray, row_offsets: npt.NDArray[np.int64]) -> Asked:
+    """Give each row of one group a sample: its own, or for filler the first real one of its step.
+
+    Args:
+        plan: Steps whose rows hold one piece or none.
+        group: Data-parallel group.
+        pieces: PIECE [n], as `rows_of_group` gave them.
+        row_offsets: int64 [rows + 1], likewise.
+    """
+    samples, first = row_offsets[:-1].copy(), 0
+    repeated: list[IntArray] = []
+    for step in plan.steps:
+        rows = step.placement[group].ravel()
+        filler = np.flatnonzero(rows < 0)
+        if len(filler):
+            own = np.flatnonzero(rows == 0)
+            at = row_offsets[first + own[0]] if len(own) else len(pieces) + len(repeated)
+            samples[first + filler] = at
+            if not len(own):
+                repeated.append(step.pieces[:1])
+        first += len(rows)
+    return Asked(pieces=np.concatenate([pieces, *repeated]), row_offsets=row_offsets, samples=samples)
 
 
 def plan_takes(stream: str, pieces: IntArray, loader_of: Callable[[PartKey], str]) -> tuple[Take, ...]:
@@ -88,8 +126,7 @@ def plan_takes(stream: str, pieces: IntArray, loader_of: Callable[[PartKey], str
 def assemble(
     spec: StreamSpec,
     plan: PlanWindow,
-    pieces: IntArray,
-    row_offsets: npt.NDArray[np.int64],
+    asked: Asked,
     takes: Sequence[Take],
     blocks: Sequence[SampleBlock],
 ) -> BatchWindow:
@@ -99,20 +136,20 @@ def assemble(
         DataError: A declared field is not in a block.
         ReplayError: A sample has another length than planned.
     """
-    offsets = np.concatenate([[0], np.cumsum(pieces["length"], dtype=np.int64)])
+    num_pieces = int(asked.row_offsets[-1])
+    offsets = np.concatenate([[0], np.cumsum(asked.pieces["length"], dtype=np.int64)])
     for take, block in zip(takes, blocks, strict=True):
-        _check(spec, pieces, take, block)
-    token_fields = ("input_ids", *spec.rows.token_fields)
+        _check(spec, asked.pieces, take, block)
     return BatchWindow(
         stream=plan.stream,
         generation=plan.generation,
         first_step=plan.first_step,
         num_steps=len(plan.steps),
         num_microbatches=spec.num_microbatches,
-        tokens={name: _fill_tokens(name, offsets, takes, blocks) for name in token_fields},
-        samples={name: _fill_samples(name, len(pieces), takes, blocks) for name in spec.rows.sample_fields},
-        pieces=pieces,
-        row_offsets=row_offsets,
+        tokens={name: _fill_tokens(name, offsets, takes, blocks) for name in spec.rows.token_columns},
+        samples={name: _fill_samples(name, num_pieces, takes, blocks) for name in spec.rows.sample_fields},
+        pieces=asked.pieces[:num_pieces],
+        row_offsets=asked.row_offsets,
         step_loss_tokens=np.array([step.step_loss_tokens for step in plan.steps], np.int64),
         states=plan.states,
         reports=tuple(
@@ -124,13 +161,16 @@ def assemble(
             )
             for step in plan.steps
         ),
+        payload=None if asked.samples is None else _fill_payload(len(asked.pieces), asked.samples, takes, blocks),
     )
 
 
 def end_window(spec: StreamSpec, last: PlanWindow, step: int) -> BatchWindow:
     """Give the window without steps that says, after the last plan of a stream, that it ends before `step`."""
     plan = replace(last, first_step=step, steps=(), states=last.states[-1:])
-    return assemble(spec, plan, np.empty(0, PIECE), np.zeros(1, np.int64), (), ())
+    nothing = np.zeros(0, np.int64) if isinstance(spec.rows, CollatedRows) else None
+    asked = Asked(pieces=np.empty(0, PIECE), row_offsets=np.zeros(1, np.int64), samples=nothing)
+    return assemble(spec, plan, asked, (), ())
 
 
 def _check(spec: StreamSpec, pieces: IntArray, take: Take, block: SampleBlock) -> None:
@@ -138,7 +178,7 @@ def _check(spec: StreamSpec, pieces: IntArray, take: Take, block: SampleBlock) -
     if block.num_pieces != len(take.index):
         raise ReplayError(f"{take.loader} gave {block.num_pieces} pieces where {len(take.index)} were asked for")
     for kind, declared, given in (
-        ("per-token", ("input_ids", *spec.rows.token_fields), block.tokens),
+        ("per-token", spec.rows.token_columns, block.tokens),
         ("per-sample", spec.rows.sample_fields, block.samples),
     ):
         missing = sorted(set(declared) - set(given))
@@ -149,7 +189,7 @@ def _check(spec: StreamSpec, pieces: IntArray, take: Take, block: SampleBlock) -
                 f"without them; they have {sorted(given)}. Let the transform make them, or take them out of the rows"
             )
     wanted = pieces["length"][take.index]
-    for name in ("input_ids", *spec.rows.token_fields):
+    for name in spec.rows.token_columns:
         found = np.diff(block.tokens[name].offsets)
         wrong = np.flatnonzero(found != wanted)
         if len(wrong):
@@ -197,3 +237,27 @@ def _fill_samples(
         for to, value in zip(take.index.tolist(), field, strict=True):
             mixed[to] = value
     return mixed
+
+
+def _fill_payload(
+    num_pieces: int, samples: npt.NDArray[np.int64], takes: Sequence[Take], blocks: Sequence[SampleBlock]
+) -> Ragged:
+    """The pickled sample of each row, one after another; nothing looks inside.
+
+    Args:
+        num_pieces: Pieces asked for.
+        samples: int64 [rows], indices of these.
+        takes: What was asked.
+        blocks: The answers.
+    """
+    found: list[memoryview] = [memoryview(b"")] * num_pieces
+    for take, block in zip(takes, blocks, strict=True):
+        if block.payload is None:
+            raise StreamError(f"{take.loader} gave no payload: it was made for other rows")
+        bounds, values = block.payload.offsets.tolist(), block.payload.values.data
+        for to, start, stop in zip(take.index.tolist(), bounds[:-1], bounds[1:], strict=True):
+            found[to] = values[start:stop]
+    rows = [found[index] for index in samples.tolist()]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return Ragged(np.frombuffer(bytearray().join(rows), np.uint8), offsets)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from megascale_lightning.config import StreamSpec
 from megascale_lightning.constructing.windows import Build, Failure, Generation, Window
 from megascale_lightning.errors import StreamError
+from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import BatchWindow, Call, NotYet, PartKey, PlanWindow, SampleBlock
 
 __all__ = ["DataConstructor"]
@@ -143,7 +143,7 @@ class DataConstructor:
         if build is None:
             build = window.builds[group] = Build()
             try:
-                build.begin(plan, group, self._loader_of)
+                build.begin(generation.spec, plan, group, self._loader_of)
                 build.finish(generation.spec, plan)
             except Exception as error:
                 build.fail(error)

@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 
-from megascale_lightning.config import StreamSpec
-from megascale_lightning.constructing.assembling import Take, assemble, end_window, plan_takes, rows_of_group
-from megascale_lightning.types import PIECE, BatchWindow, IntArray, NotYet, PartKey, PlanWindow, SampleBlock
+from megascale_lightning.constructing.assembling import (
+    Asked,
+    Take,
+    assemble,
+    end_window,
+    plan_takes,
+    rows_of_group,
+    samples_of_rows,
+)
+from megascale_lightning.rows import CollatedRows
+from megascale_lightning.streams import StreamSpec
+from megascale_lightning.types import PIECE, BatchWindow, NotYet, PartKey, PlanWindow, SampleBlock
 
 __all__ = ["Build", "Client", "Failure", "Generation", "Window"]
 
@@ -38,8 +46,7 @@ class Failure:
 class Build:
     """One window of one group, on its way from the loaders into a batch."""
 
-    pieces: IntArray = field(default_factory=lambda: np.empty(0, PIECE))
-    row_offsets: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    asked: Asked = field(default_factory=lambda: Asked(pieces=np.empty(0, PIECE), row_offsets=np.zeros(1, np.int64)))
     takes: tuple[Take, ...] = ()
     blocks: list[SampleBlock | None] = field(default_factory=list)
     """What `takes` were answered with; emptied once the batch is made."""
@@ -48,10 +55,13 @@ class Build:
     batch: BatchWindow | None = None
     failure: Failure | None = None
 
-    def begin(self, plan: PlanWindow, group: int, loader_of: Callable[[PartKey], str]) -> None:
+    def begin(self, spec: StreamSpec, plan: PlanWindow, group: int, loader_of: Callable[[PartKey], str]) -> None:
         """Find out what the group needs."""
-        self.pieces, self.row_offsets = rows_of_group(plan, group)
-        self.takes = plan_takes(plan.stream, self.pieces, loader_of)
+        pieces, row_offsets = rows_of_group(plan, group)
+        self.asked = Asked(pieces=pieces, row_offsets=row_offsets)
+        if isinstance(spec.rows, CollatedRows):
+            self.asked = samples_of_rows(plan, group, pieces, row_offsets)
+        self.takes = plan_takes(plan.stream, self.asked.pieces, loader_of)
         self.blocks = [None] * len(self.takes)
         self.due = list(range(len(self.takes)))
 
@@ -69,7 +79,7 @@ class Build:
         blocks = [block for block in self.blocks if block is not None]
         if self.batch is not None or self.failure is not None or len(blocks) < len(self.takes):
             return
-        self.batch = assemble(spec, plan, self.pieces, self.row_offsets, self.takes, blocks)
+        self.batch = assemble(spec, plan, self.asked, self.takes, blocks)
         self.takes, self.blocks = (), []
 
     def fail(self, error: Exception) -> None:

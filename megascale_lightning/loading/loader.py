@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from megascale_lightning.config import Rows
 from megascale_lightning.errors import ReplayError
 from megascale_lightning.loading.partmaker import LoadedSource, PartMaker
 from megascale_lightning.loading.parts import Part, PartStore
-from megascale_lightning.loading.samplefields import join_samples
+from megascale_lightning.loading.samplemaker import SampleMaker
+from megascale_lightning.loading.taking import TakenSamples, TakenTokens, Taking
+from megascale_lightning.loading.tokenmaker import TokenMaker
+from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.sources.parquet import FilePool
-from megascale_lightning.types import IntArray, MetaBlock, PartKey, Ragged, SampleBlock, TakeRequest
+from megascale_lightning.types import MetaBlock, PartKey, SampleBlock, TakeRequest
 
 __all__ = ["LoadedSource", "SourceLoader"]
 
@@ -27,7 +28,7 @@ class SourceLoader:
 
     Args:
         streams: Stream name -> its sources, in the order of `PartKey.source`.
-        rows: What fields a sample has, and how long it may be.
+        rows: Stream name -> what is kept of its samples, and how long they may be.
         seed: Of the run.
         window_units: Units of a window.
         part_bytes: Stored bytes of a part.
@@ -37,22 +38,20 @@ class SourceLoader:
     def __init__(
         self,
         streams: Mapping[str, Sequence[LoadedSource]],
-        rows: Rows,
+        rows: Mapping[str, Rows],
         seed: int,
         window_units: int,
         part_bytes: int,
         buffer_bytes: int,
     ) -> None:
         self._pool = FilePool()
-        self._makers = {
-            (stream, index): PartMaker(
-                loaded, rows, seed=seed, window_units=window_units, part_bytes=part_bytes, pool=self._pool
-            )
+        self._rows = dict(rows)
+        settings = {"seed": seed, "window_units": window_units, "part_bytes": part_bytes}
+        self._makers: dict[tuple[str, int], PartMaker] = {
+            (stream, index): _maker_of(rows[stream])(loaded, rows[stream], pool=self._pool, **settings)
             for stream, sources in streams.items()
             for index, loaded in enumerate(sources)
         }
-        self._token_fields = ("input_ids", *rows.token_fields)
-        self._sample_fields = rows.sample_fields
         self._buffer_bytes = buffer_bytes
         self._store = PartStore(buffer_bytes)
         self._counts = {"described": 0, "made": 0, "taken_pieces": 0, "taken_tokens": 0}
@@ -70,42 +69,30 @@ class SourceLoader:
         return meta
 
     def take(self, requests: Sequence[TakeRequest]) -> SampleBlock:
-        """Payload of the pieces, in request order.
+        """Payload of the pieces, in request order; all requests are of one stream.
 
         Raises:
             ReplayError: A part that was read again is not as described; names transform and sample.
             DataError: As in `describe`.
         """
-        gathered = [_Gathered() for _ in self._token_fields]
-        samples: dict[str, list[npt.NDArray[Any]]] = {field: [] for field in self._sample_fields}
+        if not requests:
+            return SampleBlock(num_pieces=0, tokens={}, samples={})
+        rows = self._rows[requests[0].key.stream]
+        taking: Taking = TakenSamples() if isinstance(rows, CollatedRows) else TakenTokens(rows)
         held = 0
         for request in requests:
             part = self._part(request.key)
             held += part.num_bytes
             if held > self._buffer_bytes:
                 # Views keep their part in memory: copy out what was gathered, so that old parts can go.
-                for output in gathered:
-                    output.flush()
+                taking.flush()
                 held = part.num_bytes
             self._check(part, request)
-            entries = request.pieces["entry"].astype(np.int64)
-            starts = part.starts[entries]
-            stops = starts + request.pieces["length"]
-            chunks = None if part.num_chunks == 1 else part.chunks[entries].tolist()
-            for field, output in zip(self._token_fields, gathered, strict=True):
-                output.add(part.views(field, starts, stops, chunks), part.tokens[field][0].dtype)
-            for field, blocks in samples.items():
-                blocks.append(part.samples[field][part.records[entries]])
-        offsets = _offsets([request.pieces["length"] for request in requests])
-        self._count(taken_pieces=len(offsets) - 1, taken_tokens=int(offsets[-1]))
-        return SampleBlock(
-            num_pieces=len(offsets) - 1,
-            tokens={
-                field: Ragged(output.values(), offsets)
-                for field, output in zip(self._token_fields, gathered, strict=True)
-            },
-            samples={field: join_samples(blocks) for field, blocks in samples.items()},
-        )
+            taking.add(self._makers[request.key.stream, request.key.source], part, request)
+        block = taking.block()
+        tokens = sum(int(request.pieces["length"].sum(dtype=np.int64)) for request in requests)
+        self._count(taken_pieces=block.num_pieces, taken_tokens=tokens)
+        return block
 
     def release(self, keys: Sequence[PartKey]) -> None:
         """Let go of parts that nobody will ask for soon; asking is still fine, and slow."""
@@ -151,12 +138,17 @@ class SourceLoader:
         where = f"{maker.locate(int(wanted['unit']), int(wanted['row']))}, epoch {key.epoch}"
         now = "nothing"
         if found is not None and (found["unit"], found["row"]) == (wanted["unit"], wanted["row"]):
-            now = f"{found['length']} tokens with {found['loss_tokens']} targets"
+            now = self._measure(key, found)
         return (
-            f"{where}: {maker.runner.transform_name} gives {now} where it gave {wanted['length']} tokens with "
-            f"{wanted['loss_tokens']} targets when the plan was made. The same sample must give the same each time: "
-            "files may not change during a run; a transform draws from its argument `rng` and depends on nothing else"
+            f"{where}: {maker.runner.transform_name} gives {now} where it gave {self._measure(key, wanted)} when the "
+            "plan was made. The same sample must give the same each time: files may not change during a run; a "
+            "transform draws from its argument `rng` and depends on nothing else"
         )
+
+    def _measure(self, key: PartKey, piece: Any) -> str:
+        if isinstance(self._rows[key.stream], CollatedRows):
+            return f"a sample of length {piece['length']}"
+        return f"{piece['length']} tokens with {piece['loss_tokens']} targets"
 
     def _count(self, **added: int) -> None:
         with self._lock:
@@ -164,42 +156,5 @@ class SourceLoader:
                 self._counts[name] += number
 
 
-def _offsets(lengths: Sequence[IntArray]) -> npt.NDArray[np.int64]:
-    """Where each piece begins, over all requests: int64 [pieces + 1]."""
-    offsets = np.zeros(sum(map(len, lengths)) + 1, np.int64)
-    if lengths:
-        np.cumsum(np.concatenate(lengths), out=offsets[1:])
-    return offsets
-
-
-class _Gathered:
-    """Values of one field, gathered from many places and joined in one pass.
-
-    `bytearray.join` costs about half as much per piece as `np.concatenate`.
-    """
-
-    def __init__(self) -> None:
-        self._views: list[memoryview] = []
-        self._dtype: np.dtype[Any] = np.dtype(np.int32)
-        self._blocks: list[npt.NDArray[Any]] = []
-
-    def add(self, views: list[memoryview], dtype: np.dtype[Any]) -> None:
-        """Put these behind what is there."""
-        if dtype != self._dtype:
-            self.flush()
-            self._dtype = dtype
-        self._views += views
-
-    def flush(self) -> None:
-        """Copy what the views show, and let go of them."""
-        joined = bytearray().join(self._views)
-        if joined:
-            self._blocks.append(np.frombuffer(joined, self._dtype))
-        self._views = []
-
-    def values(self) -> npt.NDArray[Any]:
-        """All of it, of the dtype that holds every block."""
-        self.flush()
-        if not self._blocks:
-            return np.empty(0, self._dtype)
-        return self._blocks[0] if len(self._blocks) == 1 else np.concatenate(self._blocks)
+def _maker_of(rows: Rows) -> Callable[..., PartMaker]:
+    return SampleMaker if isinstance(rows, CollatedRows) else TokenMaker

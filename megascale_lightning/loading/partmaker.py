@@ -1,29 +1,24 @@
-"""Makes the parts of one source of one stream: read, transform, settle fields and pieces."""
+"""`PartMaker`: makes the parts of one source of one stream; what is common to all kinds of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megascale_lightning.config import Rows
 from megascale_lightning.errors import DataError
-from megascale_lightning.loading.columns import Fields, Fragment, from_samples, from_table
 from megascale_lightning.loading.parts import Part
-from megascale_lightning.loading.pieces import apply_overlong, count_loss_tokens, cut_records, permute_entries
-from megascale_lightning.loading.reasons import KEPT, REASONS, TRUNCATED
-from megascale_lightning.loading.samplefields import join_samples, sample_bytes
-from megascale_lightning.loading.transforms import SampleRunner
+from megascale_lightning.loading.transforms import Failed, SampleRunner
+from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.order import Segment, part_permutation, window_parts
 from megascale_lightning.sources.parquet import FilePool
 from megascale_lightning.sources.reader import make_reader
-from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.source import Source
-from megascale_lightning.types import IntArray, MetaBlock, PartKey
+from megascale_lightning.types import PartKey
 
 __all__ = ["LoadedSource", "PartMaker"]
 
@@ -36,12 +31,12 @@ class LoadedSource:
     manifest: Manifest
 
 
-class PartMaker:
+class PartMaker(ABC):
     """Makes any part of one source, the same each time. Safe to call from several threads.
 
     Args:
         loaded: The source.
-        rows: What fields are kept, and how long a sample may be.
+        rows: What is kept of a sample, and how long it may be.
         seed: Of the run.
         window_units: Units of a window.
         part_bytes: Stored bytes of a part.
@@ -53,72 +48,25 @@ class PartMaker:
     ) -> None:
         source = loaded.source
         self.source = source
-        self.runner = SampleRunner(source, seed)
+        self.runner = SampleRunner(source, seed, dicts_only=not isinstance(rows, CollatedRows))
         self._manifest = loaded.manifest
         self._rows = rows
         self._seed = seed
         self._window_units = window_units
         self._part_bytes = part_bytes
-        self._fields = Fields(("input_ids", *rows.token_fields), rows.sample_fields, source.length)
-        self._needs_samples = source.transform is not None or callable(source.length)
         self._reader = make_reader(source, loaded.manifest, self._columns(), pool=pool)
 
+    @abstractmethod
     def _columns(self) -> Sequence[str] | None:
-        if self._needs_samples:
-            return self.source.columns
-        length = [self.source.length] if isinstance(self.source.length, str) else []
-        return list(dict.fromkeys([*self._fields.tokens, *self._fields.samples, *length]))
+        """What is read of a record; None for all of it."""
 
+    @abstractmethod
     def make(self, key: PartKey) -> Part:
         """Read and settle one part.
 
         Raises:
             DataError: A record is at fault and `on_error` is "raise", or a unit cannot be read.
         """
-        segments, is_last = self._segments(key)
-        return self._assemble(key, [self._read(segment, key.epoch) for segment in segments], is_last)
-
-    def _assemble(self, key: PartKey, read: Sequence[tuple[RecordBlock, Fragment]], is_last: bool) -> Part:
-        blocks, fragments = [block for block, _ in read], [fragment for _, fragment in read]
-        units = np.concatenate([np.full(block.num_rows, block.unit) for block in blocks])
-        rows = np.concatenate([block.row_start + np.arange(block.num_rows) for block in blocks])
-        lengths, codes = apply_overlong(
-            np.concatenate([fragment.lengths for fragment in fragments]),
-            np.concatenate([fragment.codes for fragment in fragments]),
-            self._rows.capacity,
-            self.source.overlong,
-            lambda record: self.locate(int(units[record]), int(rows[record])),
-        )
-        pieces, records, first = cut_records(lengths, codes, self._rows.capacity)
-        for name in ("source", "epoch", "window", "part"):
-            pieces[name] = getattr(key, name)
-        pieces["unit"], pieces["row"] = units[records], rows[records]
-        chunks = np.repeat(np.arange(len(read), dtype=np.int32), [block.num_rows for block in blocks])[records]
-        starts = np.concatenate([fragment.offsets[:-1] for fragment in fragments])[records] + pieces["start"]
-        pieces["loss_tokens"] = _loss_tokens(fragments, pieces, starts, chunks)
-        order = permute_entries(records, self._permutation(key, len(lengths)))
-        pieces, codes = pieces[order], codes[records[order]]
-        pieces["entry"] = np.arange(len(pieces))
-        tokens = {field: _of_one_type([f.tokens[field] for f in fragments]) for field in self._fields.tokens}
-        samples = {field: join_samples([f.samples[field] for f in fragments]) for field in self._fields.samples}
-        meta = MetaBlock(
-            key=key,
-            pieces=pieces,
-            first=first[order],
-            kept=(codes == KEPT) | (codes == TRUNCATED),
-            reason=codes,
-            reasons=REASONS,
-            last_in_window=is_last,
-            payload_bytes=_num_bytes(tokens, samples) + pieces.nbytes,
-        )
-        return Part(
-            meta=meta,
-            tokens=tokens,
-            starts=starts[order],
-            chunks=chunks[order],
-            samples=samples,
-            records=records[order],
-        )
 
     def _segments(self, key: PartKey) -> tuple[list[Segment], bool]:
         source = self.source
@@ -132,31 +80,17 @@ class PartMaker:
         source = self.source
         return part_permutation(n, source.name, key.stream, self._seed, key.epoch, key.window, key.part, source.shuffle)
 
-    def _read(self, segment: Segment, epoch: int) -> tuple[RecordBlock, Fragment]:
-        try:
-            return self._read_segment(segment, epoch)
-        except DataError as error:
-            if repr(self.source.name) in str(error):
-                raise
-            raise DataError(f"source {self.source.name!r}, {self._manifest.locate(segment.unit)}: {error}") from error
+    def _is_placed(self, error: DataError) -> bool:
+        """Whether the message names the source already."""
+        return repr(self.source.name) in str(error)
 
-    def _read_segment(self, segment: Segment, epoch: int) -> tuple[RecordBlock, Fragment]:
-        block = self._reader.read(segment.unit, segment.row_start, segment.row_stop)
-        if block.table is not None and not self._needs_samples:
-            fragment = from_table(self.source.name, block.table, self._fields)
-        else:
-            transform = self.runner.transform_name if self.source.transform is not None else None
-            fragment = from_samples(self.source.name, self.runner.run(block, epoch), self._fields, transform)
-        if self.source.on_error == "raise":
-            self._raise_failure(block, fragment)
-        return block, fragment
+    def _placed(self, error: DataError, unit: int) -> DataError:
+        """The error with the place of the unit."""
+        return DataError(f"source {self.source.name!r}, {self._manifest.locate(unit)}: {error}")
 
-    def _raise_failure(self, block: RecordBlock, fragment: Fragment) -> None:
-        for index in sorted(fragment.failures):
-            failed = fragment.failures[index]
-            if failed.message:
-                where = self.locate(block.unit, block.row_start + index)
-                raise DataError(f'{where}: {failed.message}; on_error="skip" drops such records') from failed.error
+    def _failed(self, unit: int, row: int, failed: Failed) -> DataError:
+        """What a record that failed is raised as; the caller chains `failed.error`."""
+        return DataError(f'{self.locate(unit, row)}: {failed.message}; on_error="skip" drops such records')
 
     def locate(self, unit: int, row: int) -> str:
         """A record's source, file, unit and row, for messages."""
@@ -165,26 +99,3 @@ class PartMaker:
     def close(self) -> None:
         """Let go of files."""
         self._reader.close()
-
-
-def _of_one_type(chunks: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-    """The same values with the dtype that holds all of them; chunks without values have no say."""
-    filled = [values.dtype for values in chunks if values.size] or [values.dtype for values in chunks[:1]]
-    return [np.ascontiguousarray(values, np.result_type(*filled)) for values in chunks]
-
-
-def _num_bytes(tokens: Mapping[str, Sequence[npt.NDArray[Any]]], samples: Mapping[str, npt.NDArray[Any]]) -> int:
-    payload = sum(values.nbytes for arrays in tokens.values() for values in arrays)
-    return int(payload) + sum(sample_bytes(values) for values in samples.values())
-
-
-def _loss_tokens(
-    fragments: Sequence[Fragment], pieces: IntArray, starts: npt.NDArray[np.int64], chunks: npt.NDArray[np.int32]
-) -> npt.NDArray[np.int64]:
-    lengths = pieces["length"].astype(np.int64)
-    bounds = np.searchsorted(chunks, np.arange(len(fragments) + 1))
-    found = [
-        count_loss_tokens(fragment.tokens, starts[a:b], lengths[a:b])
-        for fragment, a, b in zip(fragments, bounds[:-1], bounds[1:], strict=True)
-    ]
-    return np.concatenate(found)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megascale_lightning.types import MetaBlock, PartKey
+from megascale_lightning.types import MetaBlock, PartKey, Ragged
 
 __all__ = ["Part", "PartStore"]
 
@@ -31,6 +31,8 @@ class Part:
     """Field -> [records, ...]."""
     records: npt.NDArray[np.int64]
     """int64 [entries]: record of each entry."""
+    payload: Ragged | None = None
+    """`CollatedRows`: each record pickled, uint8; None where samples are fetched when they are taken."""
 
     @property
     def num_chunks(self) -> int:

@@ -7,10 +7,10 @@ import inspect
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from megascale_lightning.sources.seeding import derive_generator, derive_seed
 from megascale_lightning.sources.source import Source
 
 __all__ = ["Failed", "SampleRunner", "takes_rng"]
+
+_T = TypeVar("_T")
 
 _GLOBAL_STATES = threading.RLock()
 _ATTEMPTS: Final = 3
@@ -74,15 +76,21 @@ class SampleRunner:
     The user's code gets a `rng` derived from (seed, sample id) if it takes one. Otherwise the global states of random,
     numpy and (if loaded) torch are seeded from the same, under a lock, and restored afterwards; `thread_safe=True` is
     the promise that the code uses none of them. Safe to call from several threads.
+
+    Args:
+        source: Its `transform` is what runs.
+        seed: Of the run.
+        dicts_only: A sample must be a dict; else it may be anything, also a None that no transform made.
     """
 
-    def __init__(self, source: Source, seed: int) -> None:
+    def __init__(self, source: Source, seed: int, *, dicts_only: bool = True) -> None:
         self._name = source.name
         self._seed = seed
         self._transform = source.transform
         self._takes_rng = source.transform is not None and takes_rng(source.transform)
         self._rng_by_name = self._takes_rng and source.transform is not None and _is_keyword(source.transform)
         self._thread_safe = source.thread_safe
+        self._dicts_only = dicts_only
 
     @property
     def transform_name(self) -> str:
@@ -92,19 +100,25 @@ class SampleRunner:
         named = getattr(self._transform, "func", self._transform)
         return f"transform {getattr(named, '__qualname__', type(named).__name__)!r}"
 
-    def run(self, block: RecordBlock, epoch: int) -> list[Mapping[str, Any] | Failed]:
-        """One sample or failure per record.
+    def run(self, block: RecordBlock, epoch: int) -> list[Any]:
+        """One sample or `Failed` per record; see `run_each`."""
+        return self.run_each(block, range(block.num_rows), epoch, lambda _, sample: sample)
+
+    def run_each(
+        self, block: RecordBlock, indices: Iterable[int], epoch: int, keep: Callable[[int, Any], _T]
+    ) -> list[_T]:
+        """What `keep(index, sample)` makes of one sample or `Failed` per index, before the next one is made.
 
         Raises:
-            DataError: The transform gave no dict, or a device failed more than once.
+            DataError: The transform gave no dict where one is due, or a device failed more than once.
         """
         samples = block.samples()
         uses_globals = block.lazy or (self._transform is not None and not self._takes_rng)
         if not uses_globals or self._thread_safe:
-            return [self._one(block, samples, index, epoch) for index in range(block.num_rows)]
+            return [keep(index, self._one(block, samples, index, epoch)) for index in indices]
         found = []
         with _restored_states():
-            for index in range(block.num_rows):
+            for index in indices:
                 loaded = _loaded_torch()
                 self._seed_states(block.unit, block.row_start + index, epoch)
                 sample = self._one(block, samples, index, epoch)
@@ -112,7 +126,7 @@ class SampleRunner:
                     # The first call imported torch: it drew from an unseeded generator, a replay would not.
                     self._seed_states(block.unit, block.row_start + index, epoch)
                     sample = self._one(block, samples, index, epoch)
-                found.append(sample)
+                found.append(keep(index, sample))
         return found
 
     def _seed_states(self, unit: int, row: int, epoch: int) -> None:
@@ -123,7 +137,7 @@ class SampleRunner:
         if torch is not None:
             torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
-    def _one(self, block: RecordBlock, samples: Any, index: int, epoch: int) -> Mapping[str, Any] | Failed:
+    def _one(self, block: RecordBlock, samples: Any, index: int, epoch: int) -> Any:
         if index in block.failures:
             return Failed(READ_ERROR, block.failures[index])
         row = block.row_start + index
@@ -135,9 +149,9 @@ class SampleRunner:
             sample = _attempt(
                 lambda: self._transformed(sample, block.unit, row, epoch), TRANSFORM_ERROR, self.transform_name, place
             )
-        if sample is None:
+        if sample is None and (self._dicts_only or self._transform is not None):
             return Failed(FILTERED)
-        if not isinstance(sample, (Mapping, Failed)):
+        if self._dicts_only and not isinstance(sample, (Mapping, Failed)):
             raise DataError(self._no_dict(sample, block.unit, row))
         return sample
 

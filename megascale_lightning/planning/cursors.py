@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megascale_lightning.config import SourceSpec
 from megascale_lightning.errors import EmptySourceError
 from megascale_lightning.planning.blocks import Block, BlockStore
+from megascale_lightning.streams import SourceSpec
 from megascale_lightning.types import IntArray, PartKey
 
 __all__ = ["SourceCursor"]
@@ -31,6 +31,7 @@ class SourceCursor:
         "_next",
         "_spec",
         "_start",
+        "_stop_epoch",
         "_taken",
         "dropped",
         "epoch",
@@ -42,12 +43,20 @@ class SourceCursor:
     )
 
     def __init__(
-        self, stream: str, index: int, spec: SourceSpec, blocks: BlockStore, saved: np.void, dropped: Mapping[str, int]
+        self,
+        stream: str,
+        index: int,
+        spec: SourceSpec,
+        blocks: BlockStore,
+        saved: np.void,
+        dropped: Mapping[str, int],
+        stop_epoch: int | None,
     ) -> None:
         self.stream = stream
         self.index = index
         self._spec = spec
         self._blocks = blocks
+        self._stop_epoch = stop_epoch
         self.epoch, self.window, self.part, self.offset = (int(saved[n]) for n in ("epoch", "window", "part", "offset"))
         self.dropped = Counter(dropped)
         self._block: Block | None = None
@@ -63,8 +72,8 @@ class SourceCursor:
 
     @property
     def exhausted(self) -> bool:
-        """All epochs are done."""
-        return self._spec.epochs is not None and self.epoch >= self._spec.epochs
+        """All epochs are done, or those up to the end of this pass."""
+        return self._stop_epoch is not None and self.epoch >= self._stop_epoch
 
     def head(self) -> int | None:
         """Tokens of the next sample; None when the source is exhausted.
@@ -196,12 +205,12 @@ class SourceCursor:
         self.offset = self._counted = 0
 
     def _following(self, block: Block) -> PartKey | None:
-        """The part behind a block; None behind the last epoch."""
+        """The part behind a block; None behind the last epoch, or the last of this pass."""
         key = block.key
         if not block.last_in_window:
             return PartKey(key.stream, key.source, key.epoch, key.window, key.part + 1)
         if key.window + 1 < self._spec.num_windows:
             return PartKey(key.stream, key.source, key.epoch, key.window + 1, 0)
-        if self._spec.epochs is None or key.epoch + 1 < self._spec.epochs:
+        if self._stop_epoch is None or key.epoch + 1 < self._stop_epoch:
             return PartKey(key.stream, key.source, key.epoch + 1, 0, 0)
         return None

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megascale_lightning.config import PaddedRows, StreamSpec
 from megascale_lightning.planning.balancing import lower_bound
 from megascale_lightning.planning.strategies import RoundRobin, Strategy
+from megascale_lightning.rows import PackedRows
+from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import FloatArray, IntArray
 
 __all__ = ["Distribution", "distribute"]
@@ -43,8 +44,8 @@ def distribute(spec: StreamSpec, lengths: IntArray, row_offsets: IntArray) -> Di
     slots = spec.num_groups * spec.num_microbatches * spec.rows.micro_batch_size
     rows = np.full(slots, -1, dtype=np.int64)
     rows[: len(real)] = real
-    if isinstance(spec.rows, PaddedRows):
-        return _distribute_padded(spec, rows, row_offsets, lengths)
+    if not isinstance(spec.rows, PackedRows):
+        return _distribute_by_length(spec, rows, row_offsets, lengths)
     costs = np.zeros(slots)
     costs[: len(real)] = row_costs[real]
     return _distribute_packed(spec, rows, costs)
@@ -67,7 +68,7 @@ def _distribute_packed(spec: StreamSpec, rows: IntArray, costs: FloatArray) -> D
     return _report(rows[placed], loads, before, lower_bound(costs, spec.num_groups))
 
 
-def _distribute_padded(spec: StreamSpec, rows: IntArray, row_offsets: IntArray, lengths: IntArray) -> Distribution:
+def _distribute_by_length(spec: StreamSpec, rows: IntArray, row_offsets: IntArray, lengths: IntArray) -> Distribution:
     """Rows sorted by length make the microbatches; a microbatch costs what its longest row costs, in every row."""
     micro = spec.rows.micro_batch_size
     totals = np.concatenate([[0], np.cumsum(lengths)])

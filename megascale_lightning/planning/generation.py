@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from megascale_lightning.config import StreamSpec
 from megascale_lightning.errors import NotOpenError, StateError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.stepping import StepPlanner, initial_state
-from megascale_lightning.types import LoaderState, NotYet, PartKey, PlanWindow, StepPlan
+from megascale_lightning.streams import StreamSpec
+from megascale_lightning.types import LoaderState, MixtureChange, NotYet, PartKey, PlanWindow, StepPlan
 
 __all__ = ["Generation"]
 
@@ -18,16 +18,20 @@ __all__ = ["Generation"]
 class Generation:
     """Plans forward from the states that its clients opened it with, and keeps what lies above the lowest watermark.
 
+    In passes, it ends with the pass that it was opened in.
+
     A client that comes late, or asks again for what is freed, is served by planning forward once more from the nearest
     state that is known: the same state gives the same steps.
     """
 
-    def __init__(self, spec: StreamSpec, name: str, blocks: BlockStore) -> None:
+    def __init__(self, spec: StreamSpec, name: str, blocks: BlockStore, changes: Iterable[MixtureChange] = ()) -> None:
         self._spec = spec
         self._name = name
         self._planner = StepPlanner(spec, blocks)
         self._states: dict[int, LoaderState] = {}
         self._plans: dict[int, StepPlan] = {}
+        self._changes = {change.step: change.weights for change in changes}
+        self._pass: int | None = None
         self.clients: dict[int, int] = {}
 
     @staticmethod
@@ -61,7 +65,26 @@ class Generation:
                 "loaded different checkpoints"
             )
         self._states.setdefault(start.step, start)
+        self._pass = start.passes if self._pass is None else self._pass
         self.clients[client] = start.step - 1
+        self.change(start.changes)
+
+    def change(self, changes: Iterable[MixtureChange]) -> None:
+        """Take note of changes of the mixture to come; those known already are fine.
+
+        Raises:
+            StateError: A step that one of them governs is planned already.
+        """
+        for change in changes:
+            known = self._changes.get(change.step)
+            if known is not None and np.array_equal(known, change.weights):
+                continue
+            if any(step >= change.step for step in self._plans):
+                raise StateError(
+                    f"stream {self._spec.name!r}: step {max(self._plans)} is planned already, so its mixture cannot "
+                    f"change from step {change.step} on"
+                )
+            self._changes[change.step] = change.weights
 
     def close(self, client: int) -> None:
         """A client leaves."""
@@ -96,13 +119,15 @@ class Generation:
             )
         state = self._state_before(first_step)
         states, steps = [state], []
-        for step in range(first_step, first_step if state.ended else first_step + count):
+        for step in range(first_step, first_step if self._is_over(state) else first_step + count):
             plan, state = self._advance(step)
             if plan is None:
                 states[-1] = state
                 break
             steps.append(plan)
             states.append(state)
+            if self._is_over(state):
+                break
         return PlanWindow(
             stream=self._spec.name,
             generation=self._name,
@@ -113,9 +138,9 @@ class Generation:
         )
 
     def upcoming(self) -> list[PartKey]:
-        """Parts worth describing now, so that the next steps need not wait for them."""
-        newest = max(self._states)
-        return [] if self._states[newest].ended else self._planner.upcoming(self._states[newest])
+        """Parts worth describing now, so that the next steps need not wait for them; none of the next pass."""
+        newest = self._states[max(self._states)]
+        return [] if self._is_over(newest) else self._planner.upcoming(newest)
 
     def floor(self) -> Floor:
         """What the oldest state that is held can still ask for."""
@@ -123,26 +148,32 @@ class Generation:
 
     def _advance(self, step: int) -> tuple[StepPlan | None, LoaderState]:
         """The plan of a step and the state after it; (None, ended state) where there is no such step."""
-        before = self._states[step]
-        if step not in self._plans:
-            plan, after = self._planner.plan(before)
-            if plan is None:
-                self._states[step] = after
-                return None, after
-            self._plans[step] = plan
-            self._states[step + 1] = after
-        if self._planner.finite and step + 1 not in self._plans and not self._states[step + 1].ended:
+        if step not in self._plans and not self._plan(step):
+            return None, self._states[step]
+        if step + 1 not in self._plans and not self._is_over(self._states[step + 1]) and self._may_end(step + 1):
             # One step of lookahead, so that the last step is known to be the last.
-            self._peek(step + 1)
+            self._plan(step + 1)
         return self._plans[step], self._states[step + 1]
 
-    def _peek(self, step: int) -> None:
-        plan, after = self._planner.plan(self._states[step])
+    def _plan(self, step: int) -> bool:
+        """Plan a step; False where there is none, which its state says from then on."""
+        plan, after = self._planner.plan(self._states[step], self._changes)
         if plan is None:
             self._states[step] = after
-        else:
-            self._plans[step] = plan
-            self._states[step + 1] = after
+            return False
+        self._plans[step] = plan
+        self._states[step + 1] = after
+        return True
+
+    def _is_over(self, state: LoaderState) -> bool:
+        """Whether this generation has no step at or behind a state."""
+        return state.ended or (self._pass is not None and state.passes > self._pass)
+
+    def _may_end(self, step: int) -> bool:
+        """Whether there may be no step of this number."""
+        weights = self._changes.get(step, self._states[step].sources["weight"])
+        endless = (spec.epochs is None and weight > 0 for spec, weight in zip(self._spec.sources, weights, strict=True))
+        return self._spec.passes or not any(endless)
 
     def _state_before(self, step: int) -> LoaderState:
         """The state before a step, planned forward to where it must be."""
@@ -150,7 +181,7 @@ class Generation:
         if not known:
             raise self.unknown(self._spec.name, self._name)
         at = max(known)
-        while at < step and not self._states[at].ended:
+        while at < step and not self._is_over(self._states[at]):
             self._advance(at)
             at += 1
         return self._states[min(at, step)]
@@ -163,6 +194,8 @@ class Generation:
         if keep in self._states:
             for step in [step for step in self._states if step < keep]:
                 del self._states[step]
+            for step in [step for step in self._changes if step < keep]:
+                del self._changes[step]
 
 
 class Floor:

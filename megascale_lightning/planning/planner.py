@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from megascale_lightning.config import StreamSpec
 from megascale_lightning.errors import StateError
 from megascale_lightning.planning.blocks import BlockStore, NeedBlocks
 from megascale_lightning.planning.generation import Generation
-from megascale_lightning.types import Call, LoaderState, MetaBlock, NotYet, PartKey, PlanWindow
+from megascale_lightning.streams import StreamSpec
+from megascale_lightning.types import Call, LoaderState, MetaBlock, MixtureChange, NotYet, PartKey, PlanWindow
 
 __all__ = ["Planner"]
 
@@ -23,9 +23,15 @@ class Planner:
     Args:
         specs: The streams by name.
         loader_of: Name of the loader role that holds a part.
+        changes: Stream -> its newest generation, and what a planner before this one was told of it.
     """
 
-    def __init__(self, specs: Mapping[str, StreamSpec], loader_of: Callable[[PartKey], str]) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, StreamSpec],
+        loader_of: Callable[[PartKey], str],
+        changes: Mapping[str, tuple[str, tuple[MixtureChange, ...]]] | None = None,
+    ) -> None:
         self._specs = dict(specs)
         self._loader_of = loader_of
         self._blocks = {name: BlockStore() for name in specs}
@@ -34,6 +40,7 @@ class Planner:
         self._needed: list[PartKey] = []
         self._failed: dict[PartKey, Exception] = {}
         self._released: list[PartKey] = []
+        self._changes = dict(changes or {})
 
     def open(self, stream: str, generation: str, client: int, state: LoaderState | None) -> None:
         """A client starts to read; all clients of a generation hand in the same state (None: the very beginning).
@@ -44,7 +51,9 @@ class Planner:
         spec = self._spec(stream)
         key = (stream, generation)
         if key not in self._generations:
-            self._generations[key] = Generation(spec, generation, self._blocks[stream])
+            told, changes = self._changes.get(stream, ("", ()))
+            known = changes if told == generation else ()
+            self._generations[key] = Generation(spec, generation, self._blocks[stream], known)
         self._generations[key].open(client, state)
         self._ask(self._generations[key].upcoming())
 
@@ -64,6 +73,18 @@ class Planner:
         held = self._generations.get((stream, generation))
         if held is not None and held.mark(marks):
             self._free(stream)
+
+    def set_mixture(self, stream: str, generation: str, changes: Sequence[MixtureChange]) -> None:
+        """Other weights from steps on that are not planned yet, all that are to come of the stream's newest generation.
+
+        Raises:
+            StateError: A step that one of them governs is planned already.
+        """
+        self._spec(stream)
+        self._changes[stream] = (generation, tuple(changes))
+        held = self._generations.get((stream, generation))
+        if held is not None:
+            held.change(changes)
 
     def plan(self, stream: str, generation: str, first_step: int, count: int) -> PlanWindow | NotYet:
         """The steps [first_step, first_step + count), fewer where the stream ends.

@@ -9,13 +9,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from megascale_lightning.config import PackedRows, StreamSpec
+from megascale_lightning.errors import EmptySourceError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.cursors import SourceCursor
 from megascale_lightning.planning.distribution import distribute
 from megascale_lightning.planning.mixture import DeadlineMixer
 from megascale_lightning.planning.packing import pack
-from megascale_lightning.types import ORDER_VERSION, PIECE, SOURCE_STATE, IntArray, LoaderState, PartKey, StepPlan
+from megascale_lightning.rows import PackedRows
+from megascale_lightning.streams import StreamSpec
+from megascale_lightning.types import (
+    ORDER_VERSION,
+    PIECE,
+    SOURCE_STATE,
+    FloatArray,
+    IntArray,
+    LoaderState,
+    MixtureChange,
+    PartKey,
+    StepPlan,
+)
 
 __all__ = ["StepPlanner", "initial_state"]
 
@@ -25,10 +37,12 @@ _HASHED = ("source", "epoch", "unit", "row", "start", "stop")
 def initial_state(spec: StreamSpec) -> LoaderState:
     """The state before the first step of a stream."""
     names = "\0".join([str(ORDER_VERSION), *(source.name for source in spec.sources)])
+    sources = np.zeros(len(spec.sources), SOURCE_STATE)
+    sources["weight"] = [source.weight for source in spec.sources]
     return LoaderState(
         step=0,
         ended=False,
-        sources=np.zeros(len(spec.sources), SOURCE_STATE),
+        sources=sources,
         dropped=tuple({} for _ in spec.sources),
         carry=np.empty(0, PIECE),
         certificate=hashlib.blake2b(names.encode(), digest_size=32).digest(),
@@ -49,37 +63,39 @@ class StepPlanner:
         self._cursors: list[SourceCursor] = []
         self._draws = [0] * len(spec.sources)
 
-    @property
-    def finite(self) -> bool:
-        """The stream ends some day."""
-        return all(source.epochs is not None for source in self._spec.sources if source.weight > 0)
-
-    def plan(self, state: LoaderState) -> tuple[StepPlan | None, LoaderState]:
+    def plan(self, state: LoaderState, changes: Mapping[int, FloatArray]) -> tuple[StepPlan | None, LoaderState]:
         """Plan the step that follows `state`.
 
+        Args:
+            state: Where the stream stands.
+            changes: Weights by the first step that they govern; what lies behind `state` is not looked at.
+
         Returns:
-            The plan and the state after it; (None, ended state) where no step follows.
+            The plan and the state after it. Where no step follows: (None, ended state). In passes, where no step of
+            this pass follows: (None, the same place at the beginning of the next pass).
 
         Raises:
             NeedBlocks: A part has to be described first; nothing has changed.
-            EmptySourceError: A whole epoch of a source gave nothing.
+            EmptySourceError: A whole epoch of a source, or a whole pass, gave nothing.
         """
         if state.ended:
             return None, state
         self._take_up(state)
+        weights = changes.get(state.step, state.sources["weight"])
+        to_come = tuple(MixtureChange(step, changes[step]) for step in sorted(changes) if step > state.step)
         try:
-            pool, num_carried, mixer = self._draw(state)
+            pool, num_carried, mixer = self._draw(state, weights.tolist())
         except BaseException:
             self._state = None  # the cursors have moved
             raise
         rows = self._rows(pool["length"].tolist(), num_carried)
         placed = np.array([piece for row in rows for piece in row], dtype=np.int64)
         rest = np.delete(pool, placed)
-        after = self._after(state, mixer, rest)
+        after = replace(self._after(state, mixer, weights, rest), changes=to_come)
         num_real = sum(1 for row in rows if row)
         if not num_real or (num_real < self._spec.rows_per_step and self._spec.last_step == "drop"):
             self._state = None
-            return None, _ended(after, pool)
+            return None, self._over(state, after, pool)
         plan = self._place(state.step, pool[placed], rows)
         after = replace(after, step=state.step + 1, certificate=_certify(state.certificate, plan))
         self._state = after
@@ -89,8 +105,8 @@ class StepPlanner:
         """Parts that the next two steps will need as far as can be told, those that are not described yet."""
         self._take_up(state)
         keys = []
-        for cursor, source, draws in zip(self._cursors, self._spec.sources, self._draws, strict=True):
-            if source.weight > 0:
+        for cursor, weight, draws in zip(self._cursors, state.sources["weight"].tolist(), self._draws, strict=True):
+            if weight > 0:
                 keys += [key for key in cursor.upcoming(2 * draws + 1) if key not in self._blocks]
         return keys
 
@@ -99,16 +115,24 @@ class StepPlanner:
             return
         self._state = state
         self._cursors = [
-            SourceCursor(self._spec.name, index, source, self._blocks, state.sources[index], state.dropped[index])
+            SourceCursor(
+                self._spec.name,
+                index,
+                source,
+                self._blocks,
+                state.sources[index],
+                state.dropped[index],
+                state.passes + 1 if self._spec.passes else source.epochs,
+            )
             for index, source in enumerate(self._spec.sources)
         ]
 
-    def _draw(self, state: LoaderState) -> tuple[IntArray, int, DeadlineMixer]:
+    def _draw(self, state: LoaderState, weights: list[float]) -> tuple[IntArray, int, DeadlineMixer]:
         """The pool of the step (carried pieces, then new ones in draw order), how many are carried, the mixer after."""
         cursors = self._cursors
         mixer = DeadlineMixer(
             [source.name for source in self._spec.sources],
-            [source.weight for source in self._spec.sources],
+            weights,
             share=state.sources["share"].tolist(),
             given=state.sources["given"].tolist(),
             live=[not cursor.exhausted for cursor in cursors],
@@ -157,13 +181,30 @@ class StepPlanner:
             return pack(lengths[:num_carried], lengths[num_carried:], num_rows=num_rows, capacity=capacity)
         return [[piece] if piece < len(lengths) else [] for piece in range(num_rows)]
 
-    def _after(self, state: LoaderState, mixer: DeadlineMixer, carry: IntArray) -> LoaderState:
+    def _after(self, state: LoaderState, mixer: DeadlineMixer, weights: FloatArray, carry: IntArray) -> LoaderState:
         sources = np.empty(len(self._cursors), SOURCE_STATE)
         for index, cursor in enumerate(self._cursors):
             position = (cursor.epoch, cursor.window, cursor.part, cursor.offset)
-            sources[index] = (*position, mixer.share[index], mixer.given[index])
+            sources[index] = (*position, mixer.share[index], mixer.given[index], weights[index])
         dropped = tuple(dict(cursor.dropped) for cursor in self._cursors)
         return replace(state, sources=sources, dropped=dropped, carry=carry)
+
+    def _over(self, before: LoaderState, after: LoaderState, left: IntArray) -> LoaderState:
+        """The end of a stream, or of a pass: what is left over too few rows is dropped and counted."""
+        dropped = [Counter(counts) for counts in after.dropped]
+        for source, count in zip(*np.unique(left["source"], return_counts=True), strict=True):
+            dropped[int(source)]["last_step"] += int(count)
+        counts: tuple[Mapping[str, int], ...] = tuple(dict(counter) for counter in dropped)
+        done = replace(after, dropped=counts, carry=np.empty(0, PIECE))
+        if not self._spec.passes:
+            return replace(done, ended=True)
+        if len(left) and _begins_pass(before):
+            raise EmptySourceError(
+                f"stream {self._spec.name!r}: a pass over all sources gives fewer than the {self._spec.rows_per_step} "
+                'rows of one step, and last_step="drop" leaves incomplete steps out: nothing is left to train on. '
+                'Lower global_batch_size, or set last_step="fill"'
+            )
+        return replace(done, passes=before.passes + 1)
 
     def _place(self, step: int, pieces: IntArray, rows: list[list[int]]) -> StepPlan:
         row_offsets = np.zeros(len(rows) + 1, dtype=np.int64)
@@ -216,10 +257,7 @@ def _certify(before: bytes, plan: StepPlan) -> bytes:
     return hashlib.blake2b(content, digest_size=32).digest()
 
 
-def _ended(after: LoaderState, left: IntArray) -> LoaderState:
-    """The end of a stream: what is left over too few rows is dropped and counted."""
-    dropped = [Counter(counts) for counts in after.dropped]
-    for source, count in zip(*np.unique(left["source"], return_counts=True), strict=True):
-        dropped[int(source)]["last_step"] += int(count)
-    counts: tuple[Mapping[str, int], ...] = tuple(dict(counter) for counter in dropped)
-    return replace(after, ended=True, dropped=counts, carry=np.empty(0, PIECE))
+def _begins_pass(state: LoaderState) -> bool:
+    """Whether nothing of this pass was given yet."""
+    due = state.sources[(state.sources["weight"] > 0) & (state.sources["epoch"] <= state.passes)]
+    return not len(state.carry) and not any(due[name].any() for name in ("window", "part", "offset"))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from megascale_lightning.errors import RuntimeFailure
-from megascale_lightning.runtime.plan import RuntimePlan
-from megascale_lightning.types import BatchWindow, Call, LoaderState, NotYet
+from megascale_lightning.runtime.plan import RuntimePlan, ToldPlanner
+from megascale_lightning.types import BatchWindow, Call, LoaderState, MixtureChange, NotYet
 
 __all__ = ["Fault", "LocalRuntime"]
+
+_BUSY_S: Final = 1.0
+_MOMENT_S: Final = 0.05
 
 Fault = Callable[[str, str, tuple[Any, ...]], None]
 """`fault(target, method, args)` runs before each call: it may raise in the call's place, or `kill` a role."""
@@ -45,10 +49,12 @@ class LocalRuntime:
         """
         self._recipes = {recipe.name: recipe for recipe in plan.recipes()}
         self._planner, self._constructor = plan.planner.name, plan.constructor.name
+        self._told = ToldPlanner(plan.planner)
         self._park_s = park_s
         self._fault = fault
         self._roles: dict[str, Any] = {name: recipe.build() for name, recipe in self._recipes.items()}
         self._pending: list[_Pending] = []
+        self._notices: deque[tuple[str, str, tuple[Any, ...]]] = deque()
         self._changed = threading.Condition(threading.RLock())
         self._version = 0
         self._restarts = dict.fromkeys(self._recipes, 0)
@@ -59,15 +65,19 @@ class LocalRuntime:
         return LocalPort(self)
 
     def close(self) -> None:
-        """Drop the roles; whoever waits gets a `RuntimeFailure`."""
-        with self._changed:
-            self._closed = True
+        """Drop the roles; whoever waits gets a `RuntimeFailure`. A call that does not come back keeps its roles."""
+        self._closed = True
+        if not self._changed.acquire(timeout=_BUSY_S):
+            return  # inside a transform that may never end; the thread that is in there finds the runtime closed
+        try:
             self._pending.clear()
             for role in self._roles.values():
                 if hasattr(role, "shutdown"):
                     role.shutdown()
             self._roles.clear()
             self._changed.notify_all()
+        finally:
+            self._changed.release()
 
     def stats(self) -> dict[str, Any]:
         """Role name -> its `stats()`, where it has them, and how often it was replaced."""
@@ -82,7 +92,8 @@ class LocalRuntime:
     def kill(self, name: str) -> None:
         """Replace a role by a fresh one, as if its process had died: the calls it was waiting for are forgotten."""
         with self._changed:
-            self._roles[name] = self._recipes[name].build()
+            recipe = self._told.recipe() if name == self._planner else self._recipes[name]
+            self._roles[name] = recipe.build()
             self._restarts[name] += 1
             self._pending = [pending for pending in self._pending if pending.asker != name]
             self._touch()
@@ -97,6 +108,7 @@ class LocalRuntime:
         deadline = time.monotonic() + self._park_s
         with self._changed:
             while True:
+                self._deliver()
                 answer = self._invoke(target, method, args)
                 if not isinstance(answer, NotYet):
                     self._touch()
@@ -113,10 +125,26 @@ class LocalRuntime:
             self._invoke(target, method, args)
             self._touch()
 
+    def notify(self, target: str, method: str, *args: Any) -> None:
+        """As `tell`, soon: a call that is being made is not waited for, since it may be a slow transform."""
+        self._notices.append((target, method, args))
+        # Who holds the lock delivers it; the moment is for one who is about to let go of it.
+        if self._changed.acquire(timeout=_MOMENT_S):
+            try:
+                self._deliver()
+            finally:
+                self._changed.release()
+
+    def _deliver(self) -> None:
+        while self._notices:
+            target, method, args = self._notices.popleft()
+            self._invoke(target, method, args)
+            self._touch()
+
     def _wait_for_others(self, deadline: float) -> bool:
         """Let other threads in; False when nothing changed in time."""
         seen = self._version
-        return self._changed.wait_for(lambda: self._version != seen, deadline - time.monotonic())
+        return self._changed.wait_for(lambda: bool(self._notices) or self._version != seen, deadline - time.monotonic())
 
     def _touch(self) -> None:
         """Something changed: calls that were refused may be answered now, by whichever thread comes first."""
@@ -199,7 +227,12 @@ class LocalPort:
 
     def consumed(self, stream: str, generation: str, client: int, step: int) -> None:
         """See `BatchPort.consumed`."""
-        self._runtime.tell(self._constructor, "consumed", stream, generation, client, step)
+        self._runtime.notify(self._constructor, "consumed", stream, generation, client, step)
+
+    def set_mixture(self, stream: str, generation: str, changes: tuple[MixtureChange, ...]) -> None:
+        """See `BatchPort.set_mixture`."""
+        self._runtime._told.tell(stream, generation, changes)
+        self._runtime.tell(self._planner, "set_mixture", stream, generation, changes)
 
     def close(self, stream: str, generation: str, client: int) -> None:
         """See `BatchPort.close`."""

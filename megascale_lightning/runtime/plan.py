@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.types import MixtureChange
 
-__all__ = ["RoleRecipe", "RuntimePlan"]
+__all__ = ["RoleRecipe", "RuntimePlan", "ToldPlanner"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,24 @@ class RoleRecipe:
     def build(self) -> Any:
         """Make a fresh role."""
         return self.factory(**self.kwargs)
+
+
+class ToldPlanner:
+    """The recipe of the planner, and what it was told since: a replacement knows it from its first moment on."""
+
+    def __init__(self, recipe: RoleRecipe) -> None:
+        self._recipe = recipe
+        self._changes: dict[str, tuple[str, tuple[MixtureChange, ...]]] = {}
+
+    def tell(self, stream: str, generation: str, changes: tuple[MixtureChange, ...]) -> None:
+        """Keep the changes to come of a stream's newest generation."""
+        self._changes = {**self._changes, stream: (generation, changes)}
+
+    def recipe(self) -> RoleRecipe:
+        """How the planner is made now."""
+        if not self._changes:
+            return self._recipe
+        return replace(self._recipe, kwargs={**self._recipe.kwargs, "changes": self._changes})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from megascale_lightning.types import BatchWindow, LoaderState, NotYet
+from megascale_lightning.types import BatchWindow, LoaderState, MixtureChange, NotYet
 
 __all__ = ["BatchPort", "Runtime"]
 
@@ -34,6 +34,16 @@ class BatchPort(Protocol):
 
     def consumed(self, stream: str, generation: str, client: int, step: int) -> None:
         """Say that the client has consumed all steps up to and with `step`; no answer is awaited."""
+        ...
+
+    def set_mixture(self, stream: str, generation: str, changes: tuple[MixtureChange, ...]) -> None:
+        """Make known all changes of the mixture to come; on return the planner, and any that replaces it, knows them.
+
+        Only for the process that started the run.
+
+        Raises:
+            StateError: A step that one of them governs is planned already.
+        """
         ...
 
     def close(self, stream: str, generation: str, client: int) -> None:

@@ -18,6 +18,7 @@ from megascale_lightning.errors import MegaScaleError, RuntimeFailure
 from megascale_lightning.runtime.host import RoleHost
 from megascale_lightning.runtime.plan import RoleRecipe
 from megascale_lightning.runtime.ray_handles import RayCaller
+from megascale_lightning.runtime.ray_orphans import end_with_raylet
 from megascale_lightning.types import NotYet
 
 __all__ = ["ConstructorActor", "LoaderActor", "PlannerActor", "RoleActor", "Wiring", "actor_class"]
@@ -39,7 +40,8 @@ class Wiring:
     """Where the process that made the recipes imports from."""
 
     def enter(self) -> None:
-        """Make this process import what that process can import, and keep off the GPUs."""
+        """Make this process import what that process can import, keep off the GPUs, and not outlive its Ray."""
+        end_with_raylet()
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         sys.path += [entry for entry in self.sys_path if entry not in sys.path]
 

@@ -36,6 +36,8 @@ EMBEDDED_SETTINGS: Final[Mapping[str, str]] = {
     # Actors without a GPU see none.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Notes of every call for a dashboard that is off; a process that leaves a dead Ray would wait 5 s to hand them in.
+    "RAY_task_events_report_interval_ms": "0",
 }
 """For a local Ray of our own. What the user has set stays."""
 

@@ -1,13 +1,19 @@
-"""Ends the helpers of a local Ray that outlive this process when it dies without a chance to end them."""
+"""Ends what a local Ray leaves behind: when this process dies without a chance to, or when a start is broken off."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Final
 
-__all__ = ["OrphanGuard"]
+__all__ = ["OrphanGuard", "children", "end_children", "end_with_raylet"]
+
+_LOOK_S: Final = 1.0
 
 
 class OrphanGuard:
@@ -20,7 +26,7 @@ class OrphanGuard:
 
     def __init__(self) -> None:
         """Guard the agents there are now: their raylet lives and dies with them, so they never change."""
-        agents = [agent for raylet in _children(os.getpid(), "raylet") for agent in _children(raylet)]
+        agents = [agent for raylet in children(os.getpid(), "raylet") for agent in children(raylet)]
         self._shell: subprocess.Popen[bytes] | None = None
         if agents:
             command = f"trap '' INT TERM HUP; read _; kill -KILL {' '.join(map(str, agents))} 2>/dev/null"
@@ -39,7 +45,43 @@ class OrphanGuard:
             self._shell = None
 
 
-def _children(parent: int, name: str | None = None) -> list[int]:
+def end_with_raylet(leave: Callable[[int], Any] = os._exit) -> None:
+    """In a process of Ray's: end with the raylet that started it.
+
+    Ray asks whether the raylet's process id is there, which it is for as long as nobody fetches its exit code: in a
+    container whose first process fetches none, actors outlive a killed trainer by a minute, and answer its other ranks.
+    """
+    raylet = os.getppid()
+    if os.environ.get("RAY_RAYLET_PID") != str(raylet):
+        return
+    never = threading.Event()
+
+    def watch() -> None:
+        while os.getppid() == raylet:
+            never.wait(_LOOK_S)
+        leave(1)
+
+    threading.Thread(target=watch, name="megascale-raylet", daemon=True).start()
+
+
+def end_children(program: Path, but: set[int]) -> None:
+    """Kill the children of this process that run a file below `program`, with all below them, except those in `but`."""
+    doomed = [child for child in children(os.getpid()) if child not in but and str(program) in _command(child)]
+    for process in doomed:  # grows while it is walked
+        doomed += children(process)
+    for process in doomed:
+        with contextlib.suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _command(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def children(parent: int, name: str | None = None) -> list[int]:
     """Process ids of the children of a process, those called `name`."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from megascale_lightning.errors import MegaScaleWarning, RuntimeFailure
 from megascale_lightning.runtime.forks import check_process
-from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
+from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan, ToldPlanner
 from megascale_lightning.runtime.ray_environment import import_settings
 from megascale_lightning.runtime.ray_session import RayAddress, RaySession
-from megascale_lightning.types import BatchWindow, LoaderState, NotYet
+from megascale_lightning.types import BatchWindow, LoaderState, MixtureChange, NotYet
 
 __all__ = ["RayPort", "RayRuntime"]
 
@@ -43,13 +43,16 @@ class RayRuntime:
     when the interpreter ends, closes itself.
     """
 
-    def __init__(self, session: RaySession, address: RayAddress, supervisor: Any = None) -> None:
+    def __init__(
+        self, session: RaySession, address: RayAddress, supervisor: Any = None, told: ToldPlanner | None = None
+    ) -> None:
         """Not to be called: use `start` or `connect`."""
         from megascale_lightning.runtime.ray_handles import RayCaller
 
         self._pid = os.getpid()
         self._address = address
         self._supervisor = supervisor
+        self._told = told
         self._caller = RayCaller(address.run, address.namespace, address.restart_timeout)
         self._finalizer = weakref.finalize(self, _close, self._pid, self._caller, supervisor, session)
         self._finalizer.atexit = False
@@ -92,9 +95,10 @@ class RayRuntime:
                 token=session.token,
                 host=session.host,
             )
-            supervisor = _supervise(plan, found, {} if session.is_local else import_settings())
+            told = ToldPlanner(plan.planner)
+            supervisor = _supervise(plan, told, found, {} if session.is_local else import_settings())
             supervisor.start(_START_TIMEOUT_S)
-            runtime = cls(session, found, supervisor)
+            runtime = cls(session, found, supervisor, told)
             _warn_of_torch(runtime.stats())
             return runtime
         except BaseException:
@@ -120,7 +124,7 @@ class RayRuntime:
     def port(self) -> RayPort:
         """A port of this process."""
         check_process(self._pid)
-        return RayPort(self._caller, self._address)
+        return RayPort(self._caller, self._address, self._told)
 
     def stats(self) -> dict[str, Any]:
         """Role name -> its counters, and on the process that started it, how often it died."""
@@ -139,7 +143,8 @@ class RayRuntime:
 class RayPort:
     """The `BatchPort` of a `RayRuntime`: calls the actors directly. Thread-safe; refuses to work after a fork."""
 
-    def __init__(self, caller: Any, address: RayAddress) -> None:
+    def __init__(self, caller: Any, address: RayAddress, told: ToldPlanner | None = None) -> None:
+        self._told = told
         self._pid = os.getpid()
         self._caller = caller
         self._planner, self._constructor = address.planner, address.constructor
@@ -165,6 +170,14 @@ class RayPort:
         """See `BatchPort.consumed`."""
         check_process(self._pid)
         self._caller.tell(self._constructor, "consumed", stream, generation, client, step)
+
+    def set_mixture(self, stream: str, generation: str, changes: tuple[MixtureChange, ...]) -> None:
+        """See `BatchPort.set_mixture`."""
+        check_process(self._pid)
+        if self._told is None:
+            raise RuntimeFailure("the mixture is changed by the process that started the run, rank 0")
+        self._told.tell(stream, generation, changes)
+        self._caller(self._planner, "set_mixture", (stream, generation, changes))
 
     def close(self, stream: str, generation: str, client: int) -> None:
         """See `BatchPort.close`. A role that is away has forgotten the client by itself."""
@@ -200,7 +213,7 @@ def _warn_of_torch(stats: Mapping[str, Any]) -> None:
         )
 
 
-def _supervise(plan: RuntimePlan, address: RayAddress, imports: Mapping[str, str]) -> Any:
+def _supervise(plan: RuntimePlan, told: ToldPlanner, address: RayAddress, imports: Mapping[str, str]) -> Any:
     """The supervisor of the roles. `imports`: variables that their processes need to import this package."""
     import ray
     from ray import cloudpickle
@@ -236,7 +249,8 @@ def _supervise(plan: RuntimePlan, address: RayAddress, imports: Mapping[str, str
             enable_task_events=False,
             **({"runtime_env": {"env_vars": dict(imports)}} if imports else {}),
         )
-        return options.remote(name, dumps(failure) if failure else recipes[name], wiring)
+        made = _pickled(told.recipe(), dumps) if name == plan.planner.name else recipes[name]
+        return options.remote(name, dumps(failure) if failure else made, wiring)
 
     return Supervisor(address.roles, spawn)
 

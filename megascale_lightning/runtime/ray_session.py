@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +25,7 @@ from megascale_lightning.runtime.ray_environment import (
     process_token,
     token_settings,
 )
+from megascale_lightning.runtime.ray_init import init_ray, shut_down_ray
 from megascale_lightning.runtime.ray_orphans import OrphanGuard
 
 __all__ = ["RayAddress", "RaySession"]
@@ -88,12 +86,16 @@ class _Connection:
     host: str
     initialised_by_us: bool
     environment: RayEnvironment
+    raylet: str = ""
+    """Socket of this machine's raylet, where we made the connection."""
     guard: OrphanGuard | None = None
     users: int = 0
 
 
 _lock = threading.RLock()
 _connection: _Connection | None = None
+_lost = ""
+"""Address of a Ray that died under us, and that this process cannot leave."""
 
 
 class RaySession:
@@ -180,7 +182,7 @@ class RaySession:
 
     def release(self) -> None:
         """Leave; the last one disconnects, and ends a Ray that we started. A second call does nothing."""
-        global _connection
+        global _connection, _lost
         with _lock:
             if self._released or self._connection.pid != os.getpid():
                 return
@@ -190,7 +192,9 @@ class RaySession:
                 return
             _connection = None
             if self._connection.initialised_by_us:
-                _shutdown()
+                if not shut_down_ray(self._connection.raylet):
+                    _lost = self._connection.address
+                    return
                 if self._connection.guard is not None:
                     self._connection.guard.dismiss()
                 self._connection.environment.restore()
@@ -208,6 +212,11 @@ def _existing(wanted: str | None) -> _Connection | None:
         return None
     if _connection is not None:
         return _connection
+    if _lost == ray.get_runtime_context().gcs_address:
+        raise RayUnreachableError(
+            f"the Ray at {_lost} has died, and this process cannot leave it: start the process (in a notebook: the "
+            "kernel) anew, and resume from a checkpoint"
+        )
     client: Any = ray.util.client.ray
     if client.is_connected():
         raise ConfigError("this process uses Ray Client (ray://): run the trainer on a node of the cluster instead")
@@ -233,7 +242,7 @@ def _start_local(options: dict[str, Any]) -> _Connection:
     imports = RayEnvironment()
     imports.set(import_settings(), override=True)
     try:
-        address = _init(address="local", **settings)
+        address, raylet = init_ray(address="local", **settings)
     except BaseException:
         environment.restore()
         raise
@@ -241,7 +250,7 @@ def _start_local(options: dict[str, Any]) -> _Connection:
         imports.restore()
     logger.info("started a local Ray at %s", address)
     token, host = os.environ.get("RAY_AUTH_TOKEN"), socket.gethostname()
-    return _Connection(os.getpid(), address, token, host, True, environment, OrphanGuard())
+    return _Connection(os.getpid(), address, token, host, True, environment, raylet, OrphanGuard())
 
 
 def _join(address: str, token: str | None, host: str, options: dict[str, Any]) -> _Connection:
@@ -255,14 +264,16 @@ def _join(address: str, token: str | None, host: str, options: dict[str, Any]) -
         environment.set(token_settings(token), override=True)
     try:
         _knock(address)
-        found = _init(address=address, **{key: value for key, value in options.items() if key not in _START_ONLY})
+        found, raylet = init_ray(
+            address=address, **{key: value for key, value in options.items() if key not in _START_ONLY}
+        )
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         environment.restore()
         raise RayUnreachableError(_cannot_join(address, token, error)) from error
     except BaseException:
         environment.restore()
         raise
-    return _Connection(os.getpid(), found, os.environ.get("RAY_AUTH_TOKEN"), host, True, environment)
+    return _Connection(os.getpid(), found, os.environ.get("RAY_AUTH_TOKEN"), host, True, environment, raylet)
 
 
 def _knock(address: str) -> None:
@@ -300,48 +311,12 @@ def _cannot_join(address: str, token: str | None, error: BaseException) -> str:
     )
 
 
-def _init(**settings: Any) -> str:
-    """`ray.init` that leaves SIGTERM as it was; the cluster's address."""
-    import ray
-
-    defaults = {"namespace": "megascale_lightning", "log_to_driver": False, "configure_logging": False}
-    with _sigterm_kept():
-        ray.init(**{**defaults, **settings})
-    address: str = ray.get_runtime_context().gcs_address
-    return address
-
-
-@contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    # ray.init replaces the handler, and with it Lightning's, which writes a checkpoint.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
-
-
 def _temp_dir() -> dict[str, str]:
     """A folder of our own where the usual one belongs to somebody else."""
     usual = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
     if "RAY_TMPDIR" in os.environ or not usual.exists() or os.access(usual, os.W_OK):
         return {}
     return {"_temp_dir": f"{usual}-{os.getuid()}"}
-
-
-def _shutdown() -> None:
-    import ray
-
-    if not ray.is_initialized():
-        return
-    if "wait_for_processes" in inspect.signature(ray.shutdown).parameters:
-        ray.shutdown(wait_for_processes=True)
-    else:
-        ray.shutdown()
 
 
 def _warn(text: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.files import FileInfo
 from megascale_lightning.sources.manifest import UNIT, Manifest
+from megascale_lightning.sources.pickled import pickling_problem
 from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.source import Source
 from megascale_lightning.types import IntArray
@@ -56,45 +57,18 @@ def list_units(source: Source) -> tuple[tuple[FileInfo, ...], IntArray]:
     return (FileInfo("<dataset>", length, 0),), np.array(found, UNIT)
 
 
-class _Full(Exception):
-    """The pickle is larger than allowed."""
-
-
-class _Counter:
-    def __init__(self, limit: int) -> None:
-        self.size = 0
-        self._limit = limit
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self.size += size
-        if self.size > self._limit:
-            raise _Full
-        return size
-
-
-def _problem(value: Any, dump: Callable[[Any, Any], None], limit: int) -> str | None:
-    try:
-        dump(value, _Counter(limit))
-    except _Full:
-        return f"is larger than {limit / 1e6:.0f} MB pickled"
-    except Exception as error:
-        return f"does not pickle ({type(error).__name__}: {error})"
-    return None
-
-
 def check_portable(source: Source, dump: Callable[[Any, Any], None] = pickle.dump) -> None:
     """Refuse a dataset that cannot be sent to another process, or only at a high price.
 
     Raises:
         ConfigError: It does not pickle or is over 100 MB; names the attribute and the ways out.
     """
-    problem = _problem(source.data, dump, MAX_PICKLED_BYTES)
+    problem = pickling_problem(source.data, dump, MAX_PICKLED_BYTES)
     if problem is None:
         return
     what = f"source {source.name!r}: {type(source.data).__name__} {problem}"
     for name, value in getattr(source.data, "__dict__", {}).items():
-        attribute = _problem(value, dump, MAX_PICKLED_BYTES // 2)
+        attribute = pickling_problem(value, dump, MAX_PICKLED_BYTES // 2)
         if attribute is not None:
             what += f"; its attribute {name!r} {attribute}"
             break
@@ -124,7 +98,7 @@ class DatasetReader:
     Args:
         source: Its `data` is the dataset, or a callable that returns it.
         manifest: Its units.
-        columns: Fields that are needed; None where a transform wants whole samples.
+        columns: Fields that are needed; None where whole samples are wanted, as the dataset gives them.
     """
 
     def __init__(self, source: Source, manifest: Manifest, columns: Sequence[str] | None) -> None:
@@ -151,7 +125,7 @@ class DatasetReader:
     def _opened(self) -> Any:
         with self._lock:
             if self._dataset is None:
-                self._dataset = resolve_dataset(self._source)
+                self._dataset = self._selected(resolve_dataset(self._source))
                 there, planned = len(self._dataset), self._manifest.files[0].size
                 if there != planned:
                     raise ConfigError(
@@ -159,6 +133,13 @@ class DatasetReader:
                         "run began; a callable must return the same data in every process"
                     )
             return self._dataset
+
+    def _selected(self, dataset: Any) -> Any:
+        """A Hugging Face dataset with the source's columns alone, where whole samples are wanted."""
+        columns = self._source.columns
+        if self._columns is not None or columns is None or not hasattr(dataset, "select_columns"):
+            return dataset
+        return dataset.select_columns(list(columns))
 
     def close(self) -> None:
         """Let go of a dataset that a callable made."""

@@ -41,13 +41,26 @@ class Manifest:
         """Units of one epoch."""
         return len(self.units)
 
+    @property
+    def num_records(self) -> int:
+        """Records of one epoch; -1 where they are not known before they are read."""
+        rows = self.units["rows"]
+        return -1 if (rows < 0).any() else int(rows.sum())
+
     def digest(self) -> str:
-        """Sha256 (hex) over file names, sizes and units: equal where the data are the same, wherever they lie."""
+        """Two hashes in hex, with a dash between: of the content as far as listed, and of when it was written last.
+
+        The first, 12 digits over file names, sizes and units, is equal where the data are the same, wherever they lie.
+        The second, 6 digits over the times of local files, is left out where there are none.
+        """
         hasher = hashlib.sha256(self.format.encode())
         for info in self.files:
             hasher.update(f"\0{os.path.basename(info.path)}\0{info.size}".encode())
         hasher.update(np.ascontiguousarray(self.units, UNIT).tobytes())
-        return hasher.hexdigest()
+        times = [info.mtime_ns for info in self.files]
+        if not any(times):
+            return hasher.hexdigest()[:12]
+        return f"{hasher.hexdigest()[:12]}-{hashlib.sha256(repr(times).encode()).hexdigest()[:6]}"
 
     def locate(self, unit: int, row: int | None = None) -> str:
         """Where a record is, for messages: file, unit and row."""

@@ -38,12 +38,13 @@ class Source:
     format: Format | None = None
     """Found from the file name when None."""
     columns: tuple[str, ...] | None = None
-    """What to read; None reads what the rows need, or every column where a `transform` is given."""
+    """What to read; None reads what the rows need: every column where a `transform` is given or rows are collated."""
     transform: Callable[..., Any] | None = None
     """`transform(sample)` or `transform(sample, rng)`, run in the loader before planning: dict in, dict out, or None to
     drop the sample. `rng` is a `numpy.random.Generator` derived from (seed, sample id)."""
     length: str | Callable[[Any], int] | None = None
-    """A column with the length in tokens, or a function of the transformed sample; default: that of `input_ids`."""
+    """A column with the length in tokens, or a function of the transformed sample; default: that of `input_ids`, or as
+    `CollatedRows` says."""
     epochs: int | None = None
     """How often the data are gone through; None is endless."""
     shuffle: bool = True

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from megascale_lightning.errors import ConfigError, EmptySourceError
 from megascale_lightning.sources import dataset, jsonl, parquet
-from megascale_lightning.sources.files import find_files, is_file_data
+from megascale_lightning.sources.files import FileInfo, find_files, is_file_data
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.source import Source
 
@@ -24,6 +24,7 @@ def build_manifest(
     *,
     portable: bool = False,
     dump: Callable[[Any, Any], None] = pickle.dump,
+    files: tuple[FileInfo, ...] | None = None,
 ) -> Manifest:
     """List the files and units of a source. Reads Parquet footers and looks for newlines; runs once, on one process.
 
@@ -31,6 +32,7 @@ def build_manifest(
         source: What the user declared.
         portable: A dataset must pickle, since roles of other processes read it.
         dump: `dump(object, file)`: how it will be pickled.
+        files: The files to take, of those that the source names; None takes all.
 
     Raises:
         ConfigError: Files are missing, of no known format, or lack a column; a dataset is none, or does not pickle.
@@ -43,10 +45,10 @@ def build_manifest(
             dataset.check_portable(source, dump)
         files, units = dataset.list_units(source)
     elif kind == "parquet":
-        files = find_files(source.name, source.data)
+        files = files or find_files(source.name, source.data)
         units = parquet.list_units(source, files)
     else:
-        files = find_files(source.name, source.data)
+        files = files or find_files(source.name, source.data)
         units = jsonl.list_units(source, files)
     if not units["rows"].any():
         raise EmptySourceError(f"source {source.name!r}: its {len(files)} files hold no record ({files[0].path}, ...)")

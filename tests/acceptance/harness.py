@@ -67,11 +67,13 @@ class World:
         state: dict[str, Any] | None = None,
         stream: str = "train",
         keep_states: bool = False,
+        passes: bool = False,
     ) -> None:
         tree = ClientPlaceTree.from_sizes(dp=dp)
         self.keep_states = keep_states
         self.loaders = [
-            MegaScaleLoader(config, tree=tree, rank=rank, stream=stream, accumulate=accumulate) for rank in range(dp)
+            MegaScaleLoader(config, tree=tree, rank=rank, stream=stream, accumulate=accumulate, passes=passes)
+            for rank in range(dp)
         ]
         if state is not None:
             for loader in self.loaders:

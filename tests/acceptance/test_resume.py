@@ -394,7 +394,7 @@ def test_forced_over_other_settings(
         steps = world.steps(20)
     check_steps(mixed, steps, config)
     assert [step.number for step in steps] == list(range(7, 27))
-    carried = len(state_after(undisturbed, 7)["carry"]["source"])
+    carried = state_after(undisturbed, 7)["carry"]["count"]
     dropped = sum(source["dropped"].get("forced_resume", 0) for source in begun["sources"].values())
     assert dropped == (0 if force == "global_batch_size" else carried)
 

@@ -13,8 +13,8 @@ import torch
 
 from megascale_lightning.client.finish import finish
 from megascale_lightning.client.info import BatchInfo, model_inputs
-from megascale_lightning.config import PackedRows, PaddedRows
 from megascale_lightning.errors import StreamError
+from megascale_lightning.rows import PackedRows, PaddedRows
 from megascale_lightning.types import PIECE, BatchWindow
 from tests.constructing.fakes import SOURCES, World, make_spec, state
 

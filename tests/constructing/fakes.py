@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
 
-from megascale_lightning.config import PackedRows, SourceSpec, StreamSpec
 from megascale_lightning.constructing import DataConstructor
 from megascale_lightning.errors import NotOpenError
+from megascale_lightning.rows import CollatedRows, PackedRows
+from megascale_lightning.streams import SourceSpec, StreamSpec
 from megascale_lightning.types import (
     PIECE,
     SOURCE_STATE,
@@ -70,7 +72,7 @@ def payload(piece: Any) -> dict[str, Any]:
         "input_ids": ids,
         "loss_mask": rng.integers(0, 2, length).astype(np.int8),
         "score": np.float32(rng.random()),
-        "name": f"{SOURCES[piece['source']]}-{piece['unit']}-{piece['row']}",
+        "name": name_of(piece),
     }
 
 
@@ -81,7 +83,8 @@ def make_step(spec: StreamSpec, step: int) -> StepPlan:
     pieces, offsets = [], [0]
     for _ in range(places - 2):
         room = spec.rows.capacity
-        while room and rng.random() < 0.9:
+        # A collated row of a plan always has its sample.
+        while room and (rng.random() < 0.9 or isinstance(spec.rows, CollatedRows)):
             length = int(rng.integers(1, min(room, 12) + 1))
             where = (rng.integers(3), 0, rng.integers(4), rng.integers(2), rng.integers(50), rng.integers(9))
             pieces.append((*where, rng.integers(1000), 0, -1, length, 0))
@@ -146,7 +149,19 @@ def take(requests: Any) -> SampleBlock:
             for name in ("input_ids", "loss_mask")
         },
         samples={"score": np.array([entry["score"] for entry in found]), "name": names},
+        payload=sample_bytes(pieces),
     )
+
+
+def sample_bytes(pieces: Any) -> Ragged:
+    """The pickled samples of collated rows: the name of each piece, as often as it is long."""
+    contents = [pickle.dumps([name_of(piece)] * int(piece["length"])) for piece in pieces]
+    offsets = np.cumsum([0, *map(len, contents)], dtype=np.int64)
+    return Ragged(np.frombuffer(b"".join(contents), np.uint8), offsets)
+
+
+def name_of(piece: Any) -> str:
+    return f"{SOURCES[piece['source']]}-{piece['unit']}-{piece['row']}"
 
 
 class World:

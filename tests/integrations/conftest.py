@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integrations.fakes import FakeSession, fake_loader
+from tests.integrations.fakes import FakeLoader, FakeSession
 
 
 @pytest.fixture
 def sessions(monkeypatch: pytest.MonkeyPatch) -> list[FakeSession]:
     """Replaces the real session; holds the ones that were made."""
-    from megascale_lightning.integrations.lightning import datamodule
+    from megascale_lightning.integrations.lightning import datamodule, loaders
 
     monkeypatch.setattr(datamodule, "LoadingSession", FakeSession)
-    monkeypatch.setattr(datamodule, "MegaScaleLoader", fake_loader)
+    monkeypatch.setattr(loaders, "TrainerLoader", FakeLoader)
     monkeypatch.setattr(FakeSession, "made", [])
-    monkeypatch.setattr(FakeSession, "num_steps", None)
+    for name in ("num_steps", "pass_length"):
+        monkeypatch.setattr(FakeSession, name, None)
+    monkeypatch.setattr(FakeSession, "knows_lengths", False)
     return FakeSession.made

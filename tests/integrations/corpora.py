@@ -48,9 +48,14 @@ def held_out(root: Path) -> dict[str, list[Source]]:
     }
 
 
-def real_data(root: Path, *, micro: int = 2, epochs: int | None = None, **more: Any) -> MegaScaleDataModule:
+def real_data(
+    root: Path,
+    *,
+    micro: int = 2,
+    epochs: int | None = None,
+    kind: type[MegaScaleDataModule] = MegaScaleDataModule,
+    **more: Any,
+) -> MegaScaleDataModule:
     """A DataModule over a written corpus; `runtime="local"` unless told otherwise."""
     rows = PackedRows(seq_len=SEQ_LEN, micro_batch_size=micro, pack_ahead=16)
-    return MegaScaleDataModule(
-        **{"sources": train_sources(root, epochs), "rows": rows, "runtime": "local", "window_units": 4, **more}
-    )
+    return kind(**{"sources": train_sources(root, epochs), "rows": rows, "runtime": "local", "window_units": 4, **more})

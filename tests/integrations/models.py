@@ -30,6 +30,9 @@ class Recorder(L.LightningModule):
     def validation_step(self, batch: dict[str, Any], batch_idx: int, dataloader_idx: int = 0) -> None:
         self.validated.append((dataloader_idx, batch["megascale"].step, batch["megascale"].microbatch))
 
+    test_step = validation_step
+    predict_step = validation_step
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         # The optimizer stepped on this microbatch if the count moved.
         count = self.trainer.global_step

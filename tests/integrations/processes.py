@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,11 @@ MARK = "MEGASCALE_TEST_RUN"
 
 
 class Finished:
-    """A program that has ended: its exit code, its output, and the mark that its processes carry."""
+    """A program that has ended: its exit code, its output, and what its processes are known by."""
 
-    def __init__(self, code: int, output: str, mark: str, shared_memory: set[str]) -> None:
+    def __init__(self, code: int, output: str, mark: str, shared_memory: set[str], session: int = 0) -> None:
         self.code, self.output, self.mark, self.shared_memory = code, output, mark, shared_memory
+        self.session = session
 
 
 def train(
@@ -42,23 +43,34 @@ def train(
     *arguments: Any,
     timeout_s: float = 280.0,
     check: bool = True,
+    script: str = "train.py",
+    environment: Mapping[str, str] | None = None,
     meanwhile: Callable[[subprocess.Popen[bytes], str], None] | None = None,
 ) -> Finished:
-    """Run the script to its end; kill all of it after `timeout_s`.
+    """Run a script to its end; kill all of it after `timeout_s`.
 
-    `meanwhile` gets the process, which leads a process group, and the mark.
+    `meanwhile` gets the process, which leads a session and a process group, and the mark.
     """
     mark = uuid.uuid4().hex
-    environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
+    variables = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "PYTEST_CURRENT_TEST"):
-        environment.pop(name, None)
+        variables.pop(name, None)
+    variables |= environment or {}
     before = shared_memory_files()
-    command = [sys.executable, str(SCRIPT), "--corpus", str(corpus), "--out", str(out), *map(str, arguments)]
+    command = [
+        sys.executable,
+        str(SCRIPT.with_name(script)),
+        "--corpus",
+        str(corpus),
+        "--out",
+        str(out),
+        *map(str, arguments),
+    ]
     out.mkdir(parents=True, exist_ok=True)
     log = out / "output.txt"
     with log.open("w") as stream:
         process = subprocess.Popen(
-            command, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=variables, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             if meanwhile is not None:
@@ -68,7 +80,7 @@ def train(
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise AssertionError(f"{error}; the output:\n{log.read_text()[-6000:]}") from None
-    finished = Finished(code, log.read_text(), mark, before)
+    finished = Finished(code, log.read_text(), mark, before, process.pid)
     if check:
         assert code == 0, finished.output[-6000:]
     return finished
@@ -105,7 +117,7 @@ def left_behind(finished: Finished, *, within_s: float = 10.0) -> list[str]:
     """What of a run is still there after `within_s`: processes, and files in shared memory that nobody has open."""
     deadline = time.monotonic() + within_s
     while True:
-        found = marked_processes(finished.mark)
+        found = marked_processes(finished.mark, finished.session)
         new = shared_memory_files() - finished.shared_memory
         if new:
             found += sorted(new - opened_files())
@@ -114,11 +126,15 @@ def left_behind(finished: Finished, *, within_s: float = 10.0) -> list[str]:
         time.sleep(0.2)
 
 
-def marked_processes(mark: str) -> list[str]:
+def marked_processes(mark: str, session: int = 0) -> list[str]:
+    """Processes that carry a mark, or are in a session: some of Ray's write their title over their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+            state, _, _, its_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if state != "Z" and (
+                int(its_session) == session or f"{MARK}={mark}".encode() in (folder / "environ").read_bytes()
+            ):
                 found.append(
                     f"{folder.name}: {(folder / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:150]}"
                 )

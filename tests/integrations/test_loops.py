@@ -255,9 +255,7 @@ def test_checkpoint_without_a_position_is_announced(tmp_path: Path) -> None:
     check_run(model, 0, 2, 1)
 
 
-@pytest.mark.parametrize(
-    "limits", [{"max_epochs": 1}, {"max_epochs": -1}, {"max_steps": 50}, {"limit_train_batches": 4}]
-)
+@pytest.mark.parametrize("limits", [{"max_epochs": -1}, {"max_steps": 50}, {"limit_train_batches": 4}])
 def test_training_ends_with_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limits: dict[str, Any]) -> None:
     monkeypatch.setattr(FakeSession, "num_steps", 5)
     saver, model = SaveAt(tmp_path), Recorder()

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megascale_lightning import (
@@ -21,6 +21,7 @@ from megascale_lightning import (
     LoaderConfig,
     MegaScaleDataModule,
     MegaScaleStateCallback,
+    MegaScaleWarning,
     PackedRows,
     Source,
     StreamError,
@@ -50,7 +51,7 @@ def test_signature_is_that_of_the_config() -> None:
     for name, parameter in parameters.items():
         default = config[name].default
         assert parameter.default == (inspect.Parameter.empty if default is MISSING else default), name
-        assert own[name] == hints[name], name
+        assert own[name] == hints[name] or hints[name] is Any, name
         assert f"\n        {name}: " in str(inspect.getdoc(MegaScaleDataModule)).replace("\n    ", "\n        "), name
 
 
@@ -134,12 +135,90 @@ def test_endless_training_is_refused_with_the_choices() -> None:
         assert choice in message
 
 
-def test_passes_are_refused_by_name() -> None:
-    message = refused({"max_epochs": 3})
-    assert "3 passes over the data" in message
-    assert "not support yet" in message
-    assert "epochs=3" in message
-    assert "max_epochs=-1" in refused({"max_epochs": 3}, epochs=1)
+def test_passes_and_epochs_of_the_sources_are_refused_together() -> None:
+    for epochs in (1, 3):
+        message = refused({"max_epochs": 3}, epochs=epochs)
+        assert "max_epochs=3" in message
+        assert "leave epochs= out" in message
+        assert "max_epochs=-1" in message
+    assert "1000" in refused({}, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "passes"),
+    [
+        ({"max_epochs": 3}, True),
+        ({"max_epochs": 3, "max_steps": 2}, True),
+        ({"max_epochs": 3, "max_time": "00:00:01:00"}, True),
+        ({"max_epochs": 3, "limit_train_batches": 1.0}, True),
+        ({"max_steps": 2}, False),
+        ({"max_epochs": -1, "max_steps": 2}, False),
+        ({"max_time": "00:00:01:00", "max_steps": 2}, False),
+        ({"max_epochs": 3, "limit_train_batches": 1}, False),
+        ({"max_epochs": 3, "limit_train_batches": 2}, False),
+        ({"max_epochs": 3, "limit_train_batches": 0.5}, False),
+        ({"fast_dev_run": True}, False),
+    ],
+)
+def test_finite_epochs_without_a_number_of_steps_are_passes(
+    sessions: list[FakeSession], monkeypatch: pytest.MonkeyPatch, trainer: dict[str, Any], passes: bool
+) -> None:
+    monkeypatch.setattr(FakeSession, "pass_length", 4)
+    monkeypatch.setattr(FakeSession, "knows_lengths", True)
+    make_trainer(**trainer).fit(Recorder(), datamodule=make_data())
+    assert sessions[0].passes is passes
+
+
+def test_steps_per_epoch_means_one_stream(sessions: list[FakeSession]) -> None:
+    make_trainer(max_epochs=3).fit(Recorder(), datamodule=make_data(steps_per_epoch=2))
+    assert sessions[0].passes is False
+
+
+def test_step_that_takes_the_batches_itself_is_refused() -> None:
+    class Taking(Recorder):
+        def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+            return self.layer(next(dataloader_iter)[0]["x"]).sum()
+
+    with pytest.raises(ConfigError, match=r"training_step\(self, batch, batch_idx\)"):
+        make_trainer(max_steps=1).fit(Taking(), datamodule=make_data())
+
+
+def test_validation_that_never_comes_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeSession, "pass_length", 4)
+    data = make_data(val_sources=[Source("held", "held/*.jsonl")])
+    model = Recorder()
+    with pytest.warns(MegaScaleWarning, match="val_check_interval=6 is more than the 4 batches"):
+        make_trainer(max_epochs=2, val_check_interval=6).fit(model, datamodule=data)
+    assert model.validated == []
+
+
+def test_trial_run_leaves_the_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_data()
+    make_trainer(fast_dev_run=3).fit(Recorder(), datamodule=data)
+    assert data.next_step == 0
+    assert data.state_dict() == {}
+    make_trainer(max_steps=2).fit(Recorder(), datamodule=data)
+    make_trainer(fast_dev_run=True).fit(Recorder(), datamodule=data)
+    model = Recorder()
+    make_trainer(max_steps=2).fit(model, datamodule=data)
+    assert model.trained == [(2, 0), (3, 0)]
+
+
+def test_other_trainer_in_the_middle_of_a_run_is_refused() -> None:
+    class Nested(Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            make_trainer().validate(Recorder(), datamodule=trainer.datamodule)  # type: ignore[attr-defined]
+
+    data = make_data(val_sources=[Source("held", "held/*.jsonl")])
+    with pytest.raises(ConfigError, match=r"at work in another trainer"):
+        make_trainer(max_steps=2, callbacks=[Nested()]).fit(Recorder(), datamodule=data)
+
+
+def test_batch_size_finder_is_refused() -> None:
+    assert "micro_batch_size" in refused({"max_steps": 3, "callbacks": [BatchSizeFinder()]})
+    data = make_data(val_sources=[Source("held", "held/*.jsonl")])
+    with pytest.raises(ConfigError, match="micro_batch_size"):
+        make_trainer(callbacks=[BatchSizeFinder()]).validate(Recorder(), datamodule=data)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +338,6 @@ def test_waiting_for_a_batch_ends_on_sigterm(sessions: list[FakeSession]) -> Non
 
 
 def test_rows_of_other_kinds_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rows must be PackedRows or PaddedRows"):
+    with pytest.raises(ConfigError, match="rows must be PackedRows, PaddedRows or CollatedRows"):
         MegaScaleDataModule(sources=[Source("web", "w.jsonl")], rows=32)  # type: ignore[arg-type]
     PackedRows(seq_len=8, micro_batch_size=1)

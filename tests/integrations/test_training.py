@@ -136,7 +136,7 @@ def test_one_list_of_validation_sources(corpus: Path) -> None:
 def test_training_ends_with_finite_data(corpus: Path) -> None:
     model = Reader()
     data = real_data(corpus, epochs=1, last_step="fill")
-    make_trainer(max_epochs=1, accumulate_grad_batches=2).fit(model, datamodule=data)
+    make_trainer(max_epochs=-1, accumulate_grad_batches=2).fit(model, datamodule=data)
     samples = {piece[:4] for ids, _ in model.rows.values() for row in ids for piece in row}
     assert len(samples) == 160 + 90
     assert data.ended

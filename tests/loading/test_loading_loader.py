@@ -5,9 +5,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megascale_lightning.config import PackedRows, PaddedRows
 from megascale_lightning.errors import ConfigError, DataError, ReplayError
 from megascale_lightning.loading import LoadedSource, SourceLoader
+from megascale_lightning.rows import PackedRows, PaddedRows
 from megascale_lightning.sources import Source, build_manifest
 from megascale_lightning.sources.parquet import MAX_OPEN_FILES
 from megascale_lightning.types import PartKey, TakeRequest
@@ -17,7 +17,8 @@ FIRST = PartKey("train", 0, 0, 0, 0)
 
 def loader_of(*sources, rows=None, buffer_bytes=1 << 30, part_bytes=1 << 20, window_units=4, seed=0):
     loaded = [LoadedSource(source, build_manifest(source)) for source in sources]
-    return SourceLoader({"train": loaded}, rows or PackedRows(16, 1), seed, window_units, part_bytes, buffer_bytes)
+    rows = {"train": rows or PackedRows(16, 1)}
+    return SourceLoader({"train": loaded}, rows, seed, window_units, part_bytes, buffer_bytes)
 
 
 def take_all(loader, meta):
@@ -113,7 +114,7 @@ def test_take_gives_the_same_bytes_whatever_is_buffered(parquet, buffer_bytes):
 def test_an_empty_take():
     loader = loader_of(Source("d", [{"input_ids": [1]}], format="dataset"))
     block = loader.take([])
-    assert (block.num_pieces, len(block.tokens["input_ids"].values)) == (0, 0)
+    assert block.num_pieces == 0
     block = loader.take([TakeRequest(FIRST, loader.describe(FIRST).pieces[:0])])
     assert block.tokens["input_ids"].offsets.tolist() == [0]
 

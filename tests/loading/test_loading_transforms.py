@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megascale_lightning.config import PackedRows
 from megascale_lightning.errors import DataError
 from megascale_lightning.loading import LoadedSource, SourceLoader
 from megascale_lightning.loading.transforms import takes_rng
+from megascale_lightning.rows import PackedRows
 from megascale_lightning.sources import Source, build_manifest
 from megascale_lightning.types import PartKey, TakeRequest
 
@@ -22,7 +22,7 @@ def ids_by_row(transform, data=None, *, seed=0, epoch=0, **more):
     """Row -> ids, as described, released and taken again."""
     source = Source("web", RECORDS if data is None else data, transform=transform, **more)
     loader = SourceLoader(
-        {"train": [LoadedSource(source, build_manifest(source))]}, PackedRows(64, 1), seed, 4, 1 << 20, 1
+        {"train": [LoadedSource(source, build_manifest(source))]}, {"train": PackedRows(64, 1)}, seed, 4, 1 << 20, 1
     )
     meta = loader.describe(PartKey("train", 0, epoch, 0, 0))
     pieces = meta.pieces[meta.kept]
@@ -101,7 +101,7 @@ def test_every_name_of_a_sample_counts_and_where_it_lies_in_a_part_does_not(tmp_
     def draws(part_bytes):
         sources = [Source(name, str(tmp_path / "a.parquet"), transform=transform) for name in ("web", "code")]
         loaded = [LoadedSource(source, build_manifest(source)) for source in sources]
-        loader = SourceLoader({"train": loaded}, PackedRows(64, 1), 0, 2, part_bytes, 1 << 20)
+        loader = SourceLoader({"train": loaded}, {"train": PackedRows(64, 1)}, 0, 2, part_bytes, 1 << 20)
         found = {}
         for source, epoch in ((0, 0), (1, 0), (0, 1)):
             for part in range(99):
@@ -146,9 +146,8 @@ def test_code_that_may_draw_from_global_states_is_alone_with_them():
         return {"input_ids": [sample["n"]]}
 
     source = Source("web", RECORDS, transform=transform)
-    loader = SourceLoader(
-        {name: [LoadedSource(source, build_manifest(source))] for name in "ab"}, PackedRows(64, 1), 0, 4, 1 << 20, 1
-    )
+    streams = {name: [LoadedSource(source, build_manifest(source))] for name in "ab"}
+    loader = SourceLoader(streams, dict.fromkeys("ab", PackedRows(64, 1)), 0, 4, 1 << 20, 1)
     threads = [threading.Thread(target=loader.describe, args=(PartKey(name, 0, 0, 0, 0),)) for name in "ab"]
     for thread in threads:
         thread.start()
@@ -193,7 +192,7 @@ def test_a_random_dataset_is_seeded_too():
 def meta_of(transform, **more):
     source = Source("web", RECORDS[:3], transform=transform, shuffle=False, **more)
     loader = SourceLoader(
-        {"train": [LoadedSource(source, build_manifest(source))]}, PackedRows(64, 1), 0, 4, 1 << 20, 1
+        {"train": [LoadedSource(source, build_manifest(source))]}, {"train": PackedRows(64, 1)}, 0, 4, 1 << 20, 1
     )
     return loader.describe(PartKey("train", 0, 0, 0, 0))
 

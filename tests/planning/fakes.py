@@ -4,9 +4,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megascale_lightning.config import PackedRows, PaddedRows, SourceSpec, StreamSpec
 from megascale_lightning.planning.planner import Planner
 from megascale_lightning.planning.strategies import Balanced
+from megascale_lightning.rows import PackedRows, PaddedRows
+from megascale_lightning.streams import SourceSpec, StreamSpec
 from megascale_lightning.types import PIECE, MetaBlock, NotYet
 
 

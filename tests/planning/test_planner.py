@@ -264,3 +264,14 @@ def test_similar_lengths_share_a_microbatch_of_padded_rows():
         lengths = plan.pieces["length"][plan.placement].reshape(-1, 2)
         spread = np.sort(plan.pieces["length"]).reshape(-1, 2)
         assert sorted(np.sort(lengths, axis=1).tolist()) == sorted(spread.tolist())
+
+
+def test_nothing_of_the_next_pass_is_read_ahead():
+    data = FakeData([50, 90])
+    drive = Drive(data, data.spec(epochs=None, passes=True))
+    while (window := drive.window(3)).steps:
+        drive.step += len(window.steps)
+        drive.planner.consumed("train", "g", {0: drive.step - 1})
+    assert window.states[-1].passes == 1
+    drive.serve()
+    assert {key.epoch for key in data.described} == {0}

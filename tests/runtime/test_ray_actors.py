@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megascale_lightning.config import PackedRows
 from megascale_lightning.loading import LoadedSource, SourceLoader
+from megascale_lightning.rows import PackedRows
 from megascale_lightning.runtime.plan import RoleRecipe
 from megascale_lightning.runtime.ray_actors import LoaderActor, SharedObjects, Wiring
 from megascale_lightning.sources import Source, build_manifest
@@ -44,7 +44,7 @@ def loader_of_two_sources() -> SourceLoader:
         Source("slow", [{"n": 1}], format="dataset", transform=gated),
     ]
     loaded = [LoadedSource(source, build_manifest(source)) for source in sources]
-    return SourceLoader({"train": loaded}, PackedRows(16, 1), 0, 4, 1 << 20, 1 << 20)
+    return SourceLoader({"train": loaded}, {"train": PackedRows(16, 1)}, 0, 4, 1 << 20, 1 << 20)
 
 
 @pytest.mark.usefixtures("gates")

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["settle_progress"]
+__all__ = ["is_at_end_of_epoch", "settle_progress"]
 
 _BATCHES = "epoch_loop.batch_progress"
 _EPOCHS = "epoch_progress"
+_VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
-def settle_progress(fit_loop: dict[str, Any], *, saved: int, now: int, step_limited: bool) -> bool:
+def settle_progress(
+    fit_loop: dict[str, Any], *, saved: int, now: int, step_limited: bool, passes: bool = False
+) -> bool:
     """Rewrite the counters of `checkpoint["loops"]["fit_loop"]` in place where they do not fit.
 
     That is: where the number of microbatches of a step changed, where the save was in mid-accumulation, where a
@@ -23,11 +26,16 @@ def settle_progress(fit_loop: dict[str, Any], *, saved: int, now: int, step_limi
     of an epoch (Lightning would run one more microbatch in the finished epoch, and step on it), or any run at the start
     of one (its batches would be counted from where the epoch before ended).
 
+    In passes it is also where the save came with the last batch of an epoch, before all that an epoch's end brings:
+    Lightning would go on with the next epoch, and the validation and `on_train_epoch_end` of this one never took place.
+    Counted as if its validation was broken off, the end is made up for.
+
     Args:
         fit_loop: As `trainer.fit_loop.state_dict()` gave it.
         saved: Microbatches of a step in the run that saved.
         now: Microbatches of a step in this run.
         step_limited: `trainer.max_steps` is set.
+        passes: An epoch of the trainer is one pass over the data.
 
     Returns:
         Whether something was changed.
@@ -42,7 +50,8 @@ def settle_progress(fit_loop: dict[str, Any], *, saved: int, now: int, step_limi
     last = bool(batches["is_last_batch"]) and on_boundary and current["ready"] == current["processed"]
     over = step_limited and last and _end_not_counted(epochs["current"])
     announced = last and _start_not_counted(epochs["current"])
-    if saved == now and on_boundary and not drifted and not over and not announced:
+    closing = passes and last and _end_not_begun(epochs["current"]) and total["completed"] < total["processed"]
+    if saved == now and on_boundary and not drifted and not over and not announced and not closing:
         return False
     steps = current["processed"] // saved
     if over:
@@ -53,11 +62,31 @@ def settle_progress(fit_loop: dict[str, Any], *, saved: int, now: int, step_limi
     # A batch short of completed is what a save from `on_train_batch_end` looks like; Lightning completes it when it
     # restarts. That is right only for the last batch of a step of this epoch; whatever else lies before the step is
     # long complete.
-    pending = steps > 0 and on_boundary and total["completed"] < total["processed"]
+    pending = steps > 0 and on_boundary and total["completed"] < total["processed"] and not closing
     _settle(current, steps * now, pending=pending)
     _settle(total, total["processed"] // saved * now, pending=pending)
     batches["is_last_batch"] = last
+    validation = fit_loop.get(_VALIDATION)
+    if closing and validation:
+        for tracker in (validation["current"], validation["total"]):
+            tracker.update(ready=1, started=1, processed=0, completed=0)
+        validation["is_last_batch"] = False
     return True
+
+
+def is_at_end_of_epoch(fit_loop: dict[str, Any]) -> bool:
+    """Whether all batches of an epoch were processed, and its end (`on_train_epoch_end`) has not come.
+
+    Args:
+        fit_loop: As `trainer.fit_loop.state_dict()` gave it.
+    """
+    batches, epochs = fit_loop.get(_BATCHES), fit_loop.get(_EPOCHS)
+    return bool(batches and epochs and batches["is_last_batch"] and _end_not_begun(epochs["current"]))
+
+
+def _end_not_begun(epoch: dict[str, int]) -> bool:
+    """Whether the epoch is running."""
+    return epoch["ready"] == epoch["started"] == epoch["processed"] + 1
 
 
 def _end_not_counted(epoch: dict[str, int]) -> bool:

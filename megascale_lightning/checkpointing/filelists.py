@@ -1,0 +1,90 @@
+"""The frozen file lists of a run: kept beside its state, to tell which files changed and to go on without new ones."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+from megascale_lightning.errors import StateError
+from megascale_lightning.sources.manifest import FileInfo
+
+__all__ = ["FILES_KEY", "FileLists", "describe_changes", "kept_files", "pack_lists", "unpack_lists"]
+
+FileLists: TypeAlias = Mapping[str, tuple[FileInfo, ...]]
+"""Source name -> its files, in list order."""
+
+FILES_KEY: Final = "megascale_lightning_files"
+"""The fixed key of the file lists in a checkpoint."""
+
+_SHOWN: Final = 3
+
+
+def pack_lists(lists: FileLists) -> bytes:
+    """The lists as compressed JSON."""
+    table = {name: [[info.path, info.size, info.mtime_ns] for info in files] for name, files in lists.items()}
+    return zlib.compress(json.dumps(table).encode())
+
+
+def unpack_lists(packed: bytes) -> dict[str, tuple[FileInfo, ...]]:
+    """Lists as they were packed. Raises: StateError: they are damaged."""
+    try:
+        table = json.loads(zlib.decompress(packed))
+        return {
+            name: tuple(FileInfo(str(path), int(size), int(mtime)) for path, size, mtime in files)
+            for name, files in table.items()
+        }
+    except (zlib.error, ValueError, TypeError, AttributeError) as error:
+        raise StateError(f"the file lists beside the loader state are damaged: {error}") from error
+
+
+def kept_files(saved: Sequence[FileInfo], now: Sequence[FileInfo]) -> tuple[FileInfo, ...] | None:
+    """The files of today's list that the saved one has, in its order; None where one is gone or has another size."""
+    pairs = [pair for pair in _pairs(saved, now).values() if pair[0] is not None]
+    kept = tuple(
+        after for before, after in pairs if after is not None and before is not None and after.size == before.size
+    )
+    return kept if len(kept) == len(saved) < len(now) else None
+
+
+def describe_changes(saved: Sequence[FileInfo], now: Sequence[FileInfo]) -> str:
+    """What became of the files of a source since the list was saved, for messages."""
+    added, gone, resized, rewritten = [], [], [], []
+    for name, (before, after) in _pairs(saved, now).items():
+        if before is None:
+            added.append(name)
+        elif after is None:
+            gone.append(name)
+        elif before.size != after.size:
+            resized.append(f"{name} ({before.size} -> {after.size} bytes)")
+        elif before.mtime_ns != after.mtime_ns:
+            rewritten.append(name)
+    kinds = (("added", added), ("gone", gone), ("of another size", resized), ("written since", rewritten))
+    return "; ".join(_some(kind, files) for kind, files in kinds if files) or "the same files in another order"
+
+
+def _pairs(saved: Sequence[FileInfo], now: Sequence[FileInfo]) -> dict[str, tuple[FileInfo | None, FileInfo | None]]:
+    """Name -> the file then and now, those of then first; data that were moved are the same data."""
+    before, after = {info.path: info for info in saved}, {info.path: info for info in now}
+    if not before.keys() & after.keys():
+        before, after = _below(saved), _below(now)
+    return {
+        name: (before.get(name), after.get(name)) for name in [*before, *(name for name in after if name not in before)]
+    }
+
+
+def _below(files: Sequence[FileInfo]) -> dict[str, FileInfo]:
+    """By the path below the folder that all files have in common."""
+    paths = [info.path.split("/") for info in files]
+    depth = 0
+    for names in zip(*(path[:-1] for path in paths), strict=False):
+        if len(set(names)) > 1:
+            break
+        depth += 1
+    return {"/".join(path[depth:]): info for path, info in zip(paths, files, strict=True)}
+
+
+def _some(kind: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{more}"

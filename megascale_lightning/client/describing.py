@@ -1,0 +1,84 @@
+"""`WindowInfos`: the `BatchInfo` of each microbatch of a window, the same for all kinds of rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megascale_lightning.client.info import BatchInfo
+from megascale_lightning.errors import StreamError
+from megascale_lightning.streams import StreamSpec
+from megascale_lightning.types import BatchWindow, IntArray, LoaderState, MixtureChange
+
+__all__ = ["WindowInfos", "running_sum"]
+
+
+class WindowInfos:
+    """What the microbatches of a window say about themselves; it holds on to the window, its infos do not.
+
+    Raises:
+        StreamError: The window does not fit the rows of the stream.
+    """
+
+    def __init__(self, window: BatchWindow, spec: StreamSpec) -> None:
+        size = spec.rows.micro_batch_size
+        expected = window.num_steps * window.num_microbatches * size
+        if len(window.row_offsets) - 1 != expected:
+            raise StreamError(
+                f"a window of {window.num_steps} steps x {window.num_microbatches} microbatches x {size} rows needs "
+                f"{expected} rows, not {len(window.row_offsets) - 1}; it was made for another micro_batch_size"
+            )
+        self._window, self._size = window, size
+        self._num_groups = spec.num_groups
+        self._source_names = tuple(source.name for source in spec.sources)
+        self._loss_bounds = running_sum(window.pieces["loss_tokens"])
+        self._states = [_own(state) for state in window.states]
+
+    def indices(self, first_step: int | None = None) -> range:
+        """Microbatches of the window from a step on, counted from its start; None: all of them."""
+        window = self._window
+        skipped = 0 if first_step is None else first_step - window.first_step
+        return range(skipped * window.num_microbatches, window.num_steps * window.num_microbatches)
+
+    def pieces_of(self, index: int) -> slice:
+        """Where the pieces of a microbatch stand in the window."""
+        offsets = self._window.row_offsets
+        return slice(int(offsets[index * self._size]), int(offsets[(index + 1) * self._size]))
+
+    def info(self, index: int) -> BatchInfo:
+        """Describe microbatch `index` of the window."""
+        window, size, states = self._window, self._size, self._states
+        step, microbatch = divmod(index, window.num_microbatches)
+        pieces = self.pieces_of(index)
+        row_offsets = window.row_offsets[index * size : (index + 1) * size + 1]
+        is_last_in_step = microbatch == window.num_microbatches - 1
+        return BatchInfo(
+            step=window.first_step + step,
+            microbatch=microbatch,
+            num_loss_tokens=int(self._loss_bounds[pieces.stop] - self._loss_bounds[pieces.start]),
+            step_loss_tokens=int(window.step_loss_tokens[step]),
+            num_groups=self._num_groups,
+            num_microbatches=window.num_microbatches,
+            row_weights=(np.diff(row_offsets) > 0).astype(np.float32),
+            is_last_in_step=is_last_in_step,
+            is_last_in_stream=is_last_in_step and states[step + 1].ended,
+            is_last_in_pass=is_last_in_step and states[step + 1].passes > states[step].passes,
+            pieces=window.pieces[pieces].copy(),
+            row_offsets=row_offsets - row_offsets[0],
+            source_names=self._source_names,
+            before=states[step],
+            after=states[step + 1],
+        )
+
+
+def running_sum(lengths: IntArray) -> npt.NDArray[np.int64]:
+    """int64 [n + 1], from 0."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def _own(state: LoaderState) -> LoaderState:
+    """Copy the arrays of a state, which outlives the window."""
+    changes = tuple(MixtureChange(change.step, change.weights.copy()) for change in state.changes)
+    return replace(state, sources=state.sources.copy(), carry=state.carry.copy(), changes=changes)

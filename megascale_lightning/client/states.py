@@ -1,0 +1,146 @@
+"""`SavedStates`: the states of a session's streams as JSON, and back where they fit its settings and data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megascale_lightning.checkpointing.filelists import FileLists, describe_changes
+from megascale_lightning.checkpointing.fingerprint import (
+    check_fingerprint,
+    full_table,
+    order_fingerprint,
+    restarted_sources,
+)
+from megascale_lightning.checkpointing.state import (
+    from_json,
+    migrate,
+    pack_weights,
+    restart,
+    to_json,
+    weights_by_name,
+)
+from megascale_lightning.config import LoaderConfig
+from megascale_lightning.errors import StateError
+from megascale_lightning.planning.stepping import initial_state
+from megascale_lightning.streams import StreamSpec
+from megascale_lightning.types import LoaderState
+from megascale_lightning.version import __version__
+
+__all__ = ["SavedStates"]
+
+logger = logging.getLogger(__name__)
+
+
+class SavedStates:
+    """Writes and reads the states of resolved streams.
+
+    Args:
+        config: The settings.
+        specs: The streams.
+        digests: Of their file lists, by stream and source.
+        run: Name of the run.
+        lists: File lists of the training sources, on the process that reads them.
+    """
+
+    def __init__(
+        self,
+        config: LoaderConfig,
+        specs: Mapping[str, StreamSpec],
+        digests: Mapping[str, Mapping[str, str]],
+        run: str,
+        lists: FileLists,
+    ) -> None:
+        self._config = config
+        self._specs = specs
+        self._digests = digests
+        self._run = run
+        self._lists = lists
+
+    def to_json(self, stream: str, state: LoaderState) -> dict[str, Any]:
+        """The saved form of a state, with what it needs to be checked at resume."""
+        spec = self._specs[stream]
+        names = [source.name for source in spec.sources]
+        saved = to_json(state, names)
+        declared = initial_state(self._specs[stream]).sources["weight"]
+        changed = not np.array_equal(declared, state.sources["weight"])
+        return saved | {
+            "package": __version__,
+            "run": self._run,
+            "stream": stream,
+            "mixture": {
+                "unit": spec.mixture_unit,
+                "declared": pack_weights(declared, names) if changed else None,
+                **saved["mixture"],
+            },
+            "global_batch_size": spec.rows_per_step,
+            "fingerprint": order_fingerprint(
+                self._config, stream=stream, global_batch_size=spec.rows_per_step, passes=spec.passes
+            ),
+            "files": dict(self._digests[stream]),
+        }
+
+    def from_json(self, stream: str, saved: Mapping[str, Any], lists: FileLists | None = None) -> LoaderState:
+        """The state of a saved form.
+
+        Args:
+            stream: The stream.
+            saved: What `state_to_json` gave, here or in another run.
+            lists: The file lists that it was saved with, to tell which files changed.
+
+        Raises:
+            StateError: It is of a newer version, of other data or of other settings.
+        """
+        saved = migrate(saved)
+        names = [source.name for source in self._specs[stream].sources]
+        force = self._config.force_resume
+        if saved.get("stream") != stream:
+            raise StateError(f"the state is of stream {saved.get('stream')!r}, this is stream {stream!r}")
+        if not saved.get("fingerprint"):
+            raise StateError("the loader state is incomplete or damaged: it has no 'fingerprint' of its settings")
+        state = from_json(saved, names, sources_may_differ="sources" in force)
+        ours = self.to_json(stream, initial_state(self._specs[stream]))
+        common = [name for name in names if name in saved["sources"]]
+        try:
+            changed = check_fingerprint(
+                _table(saved, common), _table(ours, common), force=force, notes=self._notes(lists)
+            )
+        except (KeyError, AttributeError) as error:
+            raise StateError(f"the loader state is incomplete or damaged: {type(error).__name__}: {error}") from error
+        if changed:
+            logger.warning("the checkpoint was written with other settings: %s; going on", ", ".join(changed))
+        state = self._with_weights(stream, state, set(names) - set(common), changed)
+        if "passes" in changed:
+            state = replace(state, passes=int(state.sources["epoch"].min(initial=0)))
+        return restart(state, [names.index(name) for name in restarted_sources(changed, names)])
+
+    def _notes(self, lists: FileLists | None) -> dict[str, str]:
+        now = self._lists
+        said = {name: describe_changes(files, now[name]) for name, files in (lists or {}).items() if name in now}
+        return {f"{kind}.{name}": note for name, note in said.items() for kind in ("files", "modified")}
+
+    def _with_weights(
+        self, stream: str, state: LoaderState, added: Collection[str], changed: Collection[str]
+    ) -> LoaderState:
+        """The state with the config's weights where they were edited since, and with those of new sources."""
+        declared = initial_state(self._specs[stream]).sources["weight"]
+        sources = state.sources.copy()
+        if any(name.startswith("mixture.") for name in changed):
+            # What was changed by hand since counts for more than what was to come in the run before.
+            sources["weight"] = declared
+            return replace(state, sources=sources, changes=())
+        for index, source in enumerate(self._specs[stream].sources):
+            if source.name in added:
+                sources["weight"][index] = declared[index]
+                for change in state.changes:
+                    change.weights[index] = declared[index]
+        return replace(state, sources=sources)
+
+
+def _table(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    declared = "weights" if saved["mixture"]["declared"] is None else "declared"
+    return full_table(saved, weights_by_name(saved, declared), names)
