@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from megascale_lightning.errors import StateError
 from megascale_lightning.sources.manifest import FileInfo
 
-__all__ = ["FILES_KEY", "FileLists", "describe_changes", "kept_files", "pack_lists", "unpack_lists"]
+__all__ = [
+    "FILES_KEY",
+    "FileChanges",
+    "FileLists",
+    "compare_lists",
+    "describe_changes",
+    "kept_files",
+    "pack_lists",
+    "unpack_lists",
+]
+
+logger = logging.getLogger(__name__)
 
 FileLists: TypeAlias = Mapping[str, tuple[FileInfo, ...]]
 """Source name -> its files, in list order."""
@@ -37,6 +50,52 @@ def unpack_lists(packed: bytes) -> dict[str, tuple[FileInfo, ...]]:
         }
     except (zlib.error, ValueError, TypeError, AttributeError) as error:
         raise StateError(f"the file lists beside the loader state are damaged: {error}") from error
+
+
+@dataclass(frozen=True)
+class FileChanges:
+    """What became of the files of some sources since their lists were saved, where the run can go on all the same."""
+
+    kept: FileLists = field(default_factory=dict)
+    """Files to keep to, of sources that got further ones."""
+    copied: tuple[str, ...] = ()
+    """Sources all of whose files were written anew, at equal sizes: copied or fetched once more."""
+
+
+def compare_lists(pairs: Mapping[str, tuple[Sequence[FileInfo], Sequence[FileInfo]]]) -> FileChanges:
+    """Tell what can be gone on with, and say so in the log.
+
+    Args:
+        pairs: Source name -> its files then and now.
+    """
+    kept, copied = {}, []
+    for name, (saved, now) in pairs.items():
+        files = kept_files(saved, now)
+        if files is not None:
+            kept[name] = files
+            logger.warning(
+                "source %r goes on with the files that the run began with: %s; "
+                'force_resume=["files.%s"] takes in all that there are and begins the source\'s epoch anew',
+                name,
+                describe_changes(saved, now),
+                name,
+            )
+        if _all_written_anew(saved, now if files is None else files):
+            copied.append(name)
+            logger.warning(
+                "source %r: all %d files were written since the state was saved, each with its size of then: taken for "
+                "copies",
+                name,
+                len(saved),
+            )
+    return FileChanges(kept, tuple(copied))
+
+
+def _all_written_anew(saved: Sequence[FileInfo], now: Sequence[FileInfo]) -> bool:
+    """A single file at its old path may as well have been edited."""
+    pairs = list(_pairs(saved, now).values())
+    same = all(a is not None and b is not None and a.size == b.size and a.mtime_ns != b.mtime_ns for a, b in pairs)
+    return same and (len(pairs) > 1 or [info.path for info in saved] != [info.path for info in now])
 
 
 def kept_files(saved: Sequence[FileInfo], now: Sequence[FileInfo]) -> tuple[FileInfo, ...] | None:

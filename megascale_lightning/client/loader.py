@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from megascale_lightning.client.collating import check_collate_fn, collate
 from megascale_lightning.client.finish import finish
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.client.mixture import PendingChanges, merged_weights
-from megascale_lightning.client.reader import StreamReader
+from megascale_lightning.client.reader import InlineReader, StreamReader
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.errors import ConfigError, StreamError
 from megascale_lightning.rows import CollatedRows, Rows
@@ -146,17 +146,20 @@ class MegaScaleLoader:
         """The state behind the last consumed step, as plain JSON; no collective, no call elsewhere; re-entrant."""
         return self._session.state_to_json(self.stream, self._position())
 
-    def load_state_dict(self, state: Mapping[str, Any], *, lists: FileLists | None = None) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, lists: FileLists | None = None, copied: Collection[str] = ()
+    ) -> None:
         """Go on behind the step that the state was saved at, at the next `iter()`.
 
         Args:
             state: What `state_dict()` gave, here or in another run.
             lists: The file lists that it was saved with, where the error is to say which files changed.
+            copied: Sources whose files were only copied since.
 
         Raises:
             StateError: The state is of another version, of other data or of other settings.
         """
-        self._state = self._session.state_from_json(self.stream, state, lists)
+        self._state = self._session.state_from_json(self.stream, state, lists, copied)
         self._pending.clear()
         self._loads += 1
         self._leave()
@@ -256,7 +259,7 @@ class MegaScaleLoader:
 
     def _goes_on(self) -> bool:
         """Whether the next microbatch of the running reader is the first behind what was consumed."""
-        if self.stream != "train":
+        if self.stream != "train" or self._reader is None or self._reader.failed:
             return False
         last = self._handed
         return (
@@ -267,7 +270,8 @@ class MegaScaleLoader:
         if self.stream != "train":
             self._state = self._session.initial_state(self.stream)
         self._opens += 1
-        reader = StreamReader(
+        kind = InlineReader if self._session.reads_inline else StreamReader
+        reader = kind(
             self._session.port,
             partial(_finish, self._spec, self._session.config.rows_of(self.stream), self.last_reports),
             stream=self.stream,

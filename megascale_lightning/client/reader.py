@@ -1,4 +1,4 @@
-"""`StreamReader`: the read-ahead thread of one rank, from windows of its group to finished microbatches."""
+"""`StreamReader`: the read-ahead of one rank, from windows of its group to finished microbatches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megascale_lightning.runtime.forks import check_process
 from megascale_lightning.runtime.port import BatchPort
 from megascale_lightning.types import BatchWindow, LoaderState, MixtureChange, NotYet
 
-__all__ = ["Finish", "StreamReader"]
+__all__ = ["Finish", "InlineReader", "StreamReader"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,11 @@ class StreamReader:
         self._stopping = threading.Event()
         self._stopped_at = 0.0
         self._waiting = False
+        self.failed = False
+        """`next` has raised: this reader gives nothing more."""
         self._pid = os.getpid()
         port.open(stream, generation, client, state)
-        self._thread = threading.Thread(target=self._run, name=f"megascale-{stream}-{client}", daemon=True)
-        self._thread.start()
+        self._begin()
 
     def next(self, interrupted: Callable[[], bool] | None = None) -> tuple[dict[str, Any], BatchInfo] | None:
         """The next microbatch and what it says about itself; None at the end of the stream, also when asked again.
@@ -84,11 +85,12 @@ class StreamReader:
                 if self._stopping.is_set():
                     raise StreamError("the loader was closed, or began anew, while a batch was waited for") from None
                 if interrupted is not None and interrupted():
-                    raise InterruptedError("the trainer was told to stop while waiting for a batch") from None
+                    raise _interruption() from None
                 continue
             if item is _END or isinstance(item, BaseException):
                 self._ready.put(item)  # there is room: the thread has ended
             if isinstance(item, BaseException):
+                self.failed = True
                 raise item
             if item is _END:
                 return None
@@ -106,6 +108,11 @@ class StreamReader:
         self._consumed = state.step - 1
         if self._waiting and not self._stopping.is_set():
             self._port.consumed(*self._address, self._client, self._consumed)
+
+    def _begin(self) -> None:
+        stream = self._address[0]
+        self._thread = threading.Thread(target=self._run, name=f"megascale-{stream}-{self._client}", daemon=True)
+        self._thread.start()
 
     def set_mixture(self, changes: tuple[MixtureChange, ...]) -> None:
         """Tell the planner of all changes to come; it knows them when this returns."""
@@ -150,28 +157,32 @@ class StreamReader:
     def _run(self) -> None:
         last: Any = _END
         try:
-            self._read()
+            for item in self._items():
+                if not self._put(item):
+                    break
         except BaseException as error:
             # Said before the stream is left, which may take long where a role is away.
             self._put(error)
             last = None
             if isinstance(error, RayUnreachableError):
                 return  # nobody is there to be told
+        self._leave()
+        if last is not None:
+            self._put(last)
+
+    def _leave(self) -> None:
         try:
             self._port.close(*self._address, self._client)
         except Exception as error:
             logger.debug("stream %s: leaving it failed: %s", self._address[0], error)
-        if last is not None:
-            self._put(last)
 
-    def _read(self) -> None:
+    def _items(self) -> Iterator[tuple[dict[str, Any], BatchInfo]]:
+        """Microbatch after microbatch, to the end of the stream, or of its pass."""
         while not self._stopping.is_set():
             window = self._fetch()
             if window is None or not window.num_steps:
                 return
-            for item in self._finish(window, self._first):
-                if not self._put(item):
-                    return
+            yield from self._finish(window, self._first)
             self._first = window.first_step + window.num_steps
             if window.states[-1].ended or window.states[-1].passes > window.states[0].passes:
                 return
@@ -185,6 +196,7 @@ class StreamReader:
                 answer = self._ask()
                 if isinstance(answer, BatchWindow):
                     return answer
+                self._still_wanted()
                 now = time.monotonic()
                 if now - reported > _REPORT_S:
                     reported = now
@@ -196,6 +208,9 @@ class StreamReader:
             return None
         finally:
             self._waiting = False
+
+    def _still_wanted(self) -> None:
+        """Between two questions; raises what ends the wait."""
 
     def _ask(self) -> BatchWindow | NotYet:
         try:
@@ -215,3 +230,72 @@ class StreamReader:
             except queue.Full:
                 continue
         return False
+
+
+class InlineReader(StreamReader):
+    """Reads a generation of a stream when it is asked for the next microbatch, without a thread.
+
+    Where the roles run in this process, and samples are made with the global random states seeded for each of them, a
+    thread would do so while the training step draws from these states: neither would be the same twice (law 9).
+    """
+
+    def _begin(self) -> None:
+        self._source = self._items()
+        self._interrupted: Callable[[], bool] | None = None
+        self._failure: BaseException | None = None
+        self._left = False
+
+    def next(self, interrupted: Callable[[], bool] | None = None) -> tuple[dict[str, Any], BatchInfo] | None:
+        """See `StreamReader.next`."""
+        check_process(self._pid)
+        if self._failure is not None:
+            raise self._failure
+        if self._stopping.is_set():
+            raise StreamError("the loader was closed, or began anew, while a batch was waited for")
+        self._interrupted = interrupted
+        try:
+            item = next(self._source, None)
+        except BaseException as error:
+            self.failed, self._failure = True, error
+            if not isinstance(error, Exception):
+                self._failure = StreamError(f"reading was interrupted ({type(error).__name__}): begin anew with iter()")
+            self._leave_once()
+            raise
+        if item is None:
+            self._leave_once()
+        return item
+
+    @property
+    def ended(self) -> bool:
+        """The stream is left."""
+        return self._left
+
+    def consumed(self, state: LoaderState) -> None:
+        """The steps before `state` are consumed: said at once, since another rank of this process may wait for it."""
+        self._state = state
+        self._consumed = state.step - 1
+        if not self._left:
+            self._port.consumed(*self._address, self._client, self._consumed)
+
+    def stop(self) -> None:
+        """Leave the stream."""
+        if os.getpid() == self._pid and not self._stopping.is_set():
+            self._stopping.set()
+            self._leave_once()
+
+    def close(self) -> None:
+        """Leave the stream; a second call does nothing, as does one after a fork."""
+        self.stop()
+
+    def _leave_once(self) -> None:
+        if not self._left:
+            self._left = True
+            self._leave()
+
+    def _still_wanted(self) -> None:
+        if self._interrupted is not None and self._interrupted():
+            raise _interruption()
+
+
+def _interruption() -> InterruptedError:
+    return InterruptedError("the trainer was told to stop while waiting for a batch")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
-from megascale_lightning.checkpointing.filelists import FileLists, describe_changes, kept_files, pack_lists
+from megascale_lightning.checkpointing.filelists import FileChanges, FileLists, compare_lists, pack_lists
 from megascale_lightning.client.resolving import (
     Manifests,
     Survey,
@@ -24,6 +24,7 @@ from megascale_lightning.client.resolving import (
 from megascale_lightning.client.states import SavedStates
 from megascale_lightning.config import LoaderConfig
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.loading.transforms import takes_rng
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.stepping import initial_state
 from megascale_lightning.rows import CollatedRows
@@ -88,6 +89,9 @@ class LoadingSession:
         self.run: str = share(lambda: uuid.uuid4().hex[:12])
         self._specs = resolve_streams(config, self.tree, surveyed, accumulate, passes=passes)
         self._surveyed = surveyed
+        if config.runtime == "local":
+            # Every rank runs the roles itself, and all must mean the same files.
+            self._manifests = share(lambda: self._manifests)
         self._states = SavedStates(config, self._specs, surveyed.digests, self.run, self.file_lists())
         self._runtime = _start(config, self._specs, self._manifests, self.run, share)
         self.port: BatchPort = self._runtime.port()
@@ -185,13 +189,32 @@ class LoadingSession:
         """The saved form of a state, with what it needs to be checked at resume."""
         return self._states.to_json(stream, state)
 
-    def state_from_json(self, stream: str, saved: Mapping[str, Any], lists: FileLists | None = None) -> LoaderState:
+    def state_from_json(
+        self,
+        stream: str,
+        saved: Mapping[str, Any],
+        lists: FileLists | None = None,
+        copied: Collection[str] = (),
+    ) -> LoaderState:
         """The state of a saved form; see `SavedStates.from_json`.
 
         Raises:
             StateError: It is of a newer version, of other data or of other settings.
         """
-        return self._states.from_json(stream, saved, lists)
+        return self._states.from_json(stream, saved, lists, copied)
+
+    @cached_property
+    def reads_inline(self) -> bool:
+        """Whether samples are made in this process with the global random states seeded for each (law 9).
+
+        Then nothing may be read beside the training step, which draws from these states.
+        """
+        return self.config.runtime == "local" and any(
+            not source.thread_safe
+            and (manifest.format == "dataset" or (source.transform is not None and not takes_rng(source.transform)))
+            for stream in self._specs
+            for source, manifest in zip(self.config.streams()[stream], self._manifests[stream], strict=True)
+        )
 
     def file_lists(self) -> dict[str, tuple[FileInfo, ...]]:
         """Files of the training sources, by source name, as far as they have any; on the process that reads them."""
@@ -208,8 +231,8 @@ class LoadingSession:
         lists = self.file_lists()
         return pack_lists(lists) if lists else b""
 
-    def files_to_keep(self, saved: Mapping[str, Any], lists: FileLists) -> FileLists | None:
-        """The files of a run that goes on after others were added; None where that is not all that happened to them.
+    def compare_files(self, saved: Mapping[str, Any], lists: FileLists) -> FileChanges:
+        """What became of the files of a run that goes on: which of them to keep to, and which were only copied.
 
         All ranks call it, since only one looks at files.
 
@@ -220,23 +243,13 @@ class LoadingSession:
         ours, theirs = self._surveyed.digests["train"], saved.get("files", {})
         changed = [name for name in ours if ours[name] != theirs.get(name, ours[name]) and not self._forced(name)]
         if not changed:
-            return None
+            return FileChanges()
 
-        def keep() -> FileLists | None:
+        def compare() -> FileChanges:
             now = self.file_lists()
-            kept = {name: kept_files(lists.get(name, ()), now.get(name, ())) for name in changed}
-            found = {name: files for name, files in kept.items() if files is not None}
-            for name in found:
-                logger.warning(
-                    'source %r goes on with the files that the run began with: %s; force_resume=["files.%s"] takes in '
-                    "all that there are and begins the source's epoch anew",
-                    name,
-                    describe_changes(lists[name], now[name]),
-                    name,
-                )
-            return found or None
+            return compare_lists({name: (lists.get(name, ()), now.get(name, ())) for name in changed})
 
-        return self._share(keep)
+        return self._share(compare)
 
     def _forced(self, source: str) -> bool:
         return any(name in ("files", f"files.{source}") for name in self.config.force_resume)
@@ -291,8 +304,6 @@ def _start(
     if config.runtime == "local":
         from megascale_lightning.runtime.local import LocalRuntime
 
-        # Every rank runs the roles itself, and all must mean the same files.
-        manifests = share(lambda: manifests)
         return LocalRuntime(runtime_plan(config, specs, manifests, run))
     from megascale_lightning.runtime.ray_runtime import RayRuntime
 

@@ -84,20 +84,27 @@ class SavedStates:
             "files": dict(self._digests[stream]),
         }
 
-    def from_json(self, stream: str, saved: Mapping[str, Any], lists: FileLists | None = None) -> LoaderState:
+    def from_json(
+        self,
+        stream: str,
+        saved: Mapping[str, Any],
+        lists: FileLists | None = None,
+        copied: Collection[str] = (),
+    ) -> LoaderState:
         """The state of a saved form.
 
         Args:
             stream: The stream.
             saved: What `state_to_json` gave, here or in another run.
             lists: The file lists that it was saved with, to tell which files changed.
+            copied: Sources whose files were only copied since.
 
         Raises:
             StateError: It is of a newer version, of other data or of other settings.
         """
         saved = migrate(saved)
         names = [source.name for source in self._specs[stream].sources]
-        force = self._config.force_resume
+        force = (*self._config.force_resume, *(f"modified.{name}" for name in copied))
         if saved.get("stream") != stream:
             raise StateError(f"the state is of stream {saved.get('stream')!r}, this is stream {stream!r}")
         if not saved.get("fingerprint"):

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from megascale_lightning.runtime.ray_orphans import children, end_children
 
-__all__ = ["init_ray", "shut_down_ray"]
+__all__ = ["init_ray", "is_forked", "shut_down_ray"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,13 @@ def init_ray(**settings: Any) -> tuple[str, str]:
         raise
     _take_back_excepthook()
     return address, str(context.address_info.get("raylet_socket_name") or "")
+
+
+def is_forked() -> bool:
+    """Whether Ray was initialised in a process that this one was forked from: its threads have stayed there."""
+    worker: Any = sys.modules.get("ray._private.worker")
+    listener = getattr(getattr(worker, "global_worker", None), "listener_thread", None)
+    return isinstance(listener, threading.Thread) and not listener.is_alive()
 
 
 def shut_down_ray(raylet: str) -> bool:

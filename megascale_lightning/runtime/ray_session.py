@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from megascale_lightning.errors import ConfigError, MegaScaleWarning, RayUnreachableError, RuntimeFailure
-from megascale_lightning.runtime.forks import check_process
+from megascale_lightning.errors import ConfigError, ForkError, MegaScaleWarning, RayUnreachableError, RuntimeFailure
 from megascale_lightning.runtime.ray_environment import (
     EMBEDDED_SETTINGS,
     RayEnvironment,
@@ -25,7 +24,7 @@ from megascale_lightning.runtime.ray_environment import (
     process_token,
     token_settings,
 )
-from megascale_lightning.runtime.ray_init import init_ray, shut_down_ray
+from megascale_lightning.runtime.ray_init import init_ray, is_forked, shut_down_ray
 from megascale_lightning.runtime.ray_orphans import OrphanGuard
 
 __all__ = ["RayAddress", "RaySession"]
@@ -50,6 +49,12 @@ _START_ONLY: Final = frozenset(
 """Keywords of `ray.init` that mean something only to whoever starts a cluster."""
 
 _KNOCK_S: Final = 10.0
+
+_FORKED: Final = (
+    "this process was forked from one that is connected to Ray, and Ray does not work on this side of a fork (calls would "
+    "hang). Before the fork (trainer.fit with strategy='ddp_notebook' or 'ddp_fork'), close the loaders there and call "
+    "ray.shutdown(): the ranks start a Ray of their own. Or set runtime='local'"
+)
 
 _OURS: Final = {
     "address": "set ray_address instead",
@@ -203,13 +208,15 @@ class RaySession:
 def _existing(wanted: str | None) -> _Connection | None:
     """The connection there is, ours or the user's; None where Ray is not initialised here."""
     if _connection is not None and _connection.pid != os.getpid():
-        check_process(_connection.pid)
+        raise ForkError(_FORKED)
     if "ray" not in sys.modules:
         return None
     import ray
 
     if not ray.is_initialized():
         return None
+    if is_forked():
+        raise ForkError(_FORKED)
     if _connection is not None:
         return _connection
     if _lost == ray.get_runtime_context().gcs_address:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from megascale_lightning import StateError
-from megascale_lightning.checkpointing.filelists import describe_changes, kept_files, pack_lists, unpack_lists
+from megascale_lightning.checkpointing.filelists import (
+    FileChanges,
+    compare_lists,
+    describe_changes,
+    kept_files,
+    pack_lists,
+    unpack_lists,
+)
 from megascale_lightning.sources.files import FileInfo
 
 A, B, C = (FileInfo(f"/data/web/{name}.parquet", size, 5) for name, size in (("a", 10), ("b", 20), ("c", 30)))
@@ -59,3 +66,22 @@ def test_many_files_are_told_in_short() -> None:
 )
 def test_only_additions_can_be_left_out(now: tuple[FileInfo, ...], kept: tuple[FileInfo, ...] | None) -> None:
     assert kept_files((A, B), now) == kept
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "copied"),
+    [
+        ((A, B), moved(A, B), True),
+        ((A, B), (FileInfo(A.path, 10, 6), FileInfo(B.path, 20, 7)), True),
+        ((A, B), (A, FileInfo(B.path, 20, 7)), False),
+        ((A, B), (FileInfo(A.path, 10, 6), FileInfo(B.path, 21, 7)), False),
+        ((A,), moved(A), True),
+        ((A,), (FileInfo(A.path, 10, 6),), False),
+        ((A, B), (), False),
+    ],
+)
+def test_files_that_were_all_written_anew_are_copies(
+    saved: tuple[FileInfo, ...], now: tuple[FileInfo, ...], copied: bool
+) -> None:
+    """A part of them, or the only one at its old place, may as well have been edited."""
+    assert compare_lists({"web": (saved, now)}) == FileChanges({}, ("web",) if copied else ())

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import random
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megascale_lightning import LoaderConfig, MegaScaleLoader, MegaScaleWarning, PackedRows, PaddedRows
+from megascale_lightning import LoaderConfig, MegaScaleLoader, MegaScaleWarning, PackedRows, PaddedRows, Source
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.types import MetaBlock
 
@@ -217,3 +221,48 @@ def test_torch_in_an_actor_is_worth_one_warning(tmp_path: Path) -> None:
     with loader:
         assert len(caught) == 1
         assert next(iter(loader))["megascale"].step == 0
+
+
+class TestRandomStates:
+    """Law 9 beside a training step that draws from the global random states itself."""
+
+    def read(self, runtime_draws: int, tmp_path: Path, **more: Any) -> tuple[list[float], list[float]]:
+        (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2, 3]}\n' * 60)
+
+        def draw(sample: dict[str, Any]) -> dict[str, Any]:
+            drawn = sum(random.random() for _ in range(300)) + float(torch.rand(()))
+            return {"input_ids": [1, 2, 3], "drawn": drawn}
+
+        config = LoaderConfig(
+            sources=[Source("a", str(tmp_path / "a.jsonl"), transform=draw)],
+            rows=PaddedRows(8, 2, sample_fields=("drawn",)),
+            runtime="local",
+            part_bytes=100,
+            **more,
+        )
+        random.seed(0)
+        torch.manual_seed(0)
+        given, own = [], []
+        with MegaScaleLoader(config) as loader:
+            for batch in itertools.islice(loader, 60):
+                given += batch["drawn"].tolist()
+                own += [random.random() + float(torch.rand(())) for _ in range(runtime_draws)]
+        return given, own
+
+    @pytest.fixture(autouse=True)
+    def eager_threads(self) -> Iterator[None]:
+        """Threads take turns as often as they can."""
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        yield
+        sys.setswitchinterval(before)
+
+    def test_neither_disturbs_the_other(self, tmp_path: Path) -> None:
+        quiet, _ = self.read(0, tmp_path)
+        random.seed(0)
+        torch.manual_seed(0)
+        expected = [random.random() + float(torch.rand(())) for _ in range(60 * 200)]
+        for _ in range(3):
+            given, own = self.read(200, tmp_path)
+            assert given == quiet
+            assert own == expected

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megascale_lightning.client.reader import StreamReader
+from megascale_lightning.client.reader import InlineReader, StreamReader
 from megascale_lightning.errors import DataError, NotOpenError, StalledError, StreamError
 from megascale_lightning.types import PIECE, SOURCE_STATE, BatchWindow, LoaderState, NotYet
 
@@ -224,3 +224,56 @@ def test_an_error_is_said_before_the_stream_is_left() -> None:
     assert not may_leave.is_set()
     may_leave.set()
     reading.close()
+
+
+class TestInline:
+    """Without a thread: nothing happens but in `next`."""
+
+    def inline(self, port: Port, finish: Any = None) -> InlineReader:
+        return InlineReader(
+            port,
+            finish or Finished(),
+            stream="train",
+            generation="g",
+            group=0,
+            client=0,
+            state=state(0),
+            depth=2,
+            stall_timeout=60.0,
+        )
+
+    def test_it_reads_when_it_is_asked(self) -> None:
+        port, finish = Port(), Finished()
+        reading = self.inline(port, finish)
+        assert (len(port.fetched), finish.made) == (0, 0)
+        assert reading.next()[0]["step"] == 0
+        assert (len(port.fetched), finish.made) == (1, 1)
+        assert not reading.ended
+        reading.close()
+        assert reading.ended
+        assert port.closed.is_set()
+        with pytest.raises(StreamError, match="closed"):
+            reading.next()
+
+    def test_an_error_stays_and_an_interrupt_is_no_end(self) -> None:
+        for error, later in ((DataError("bad"), DataError), (KeyboardInterrupt(), StreamError)):
+
+            def fail(found: BatchWindow, first_step: int, error: BaseException = error) -> Iterator[Any]:
+                yield {"step": first_step}, None
+                raise error
+
+            reading = self.inline(Port(), fail)
+            reading.next()
+            with pytest.raises(type(error)):
+                reading.next()
+            assert reading.failed
+            with pytest.raises(later):
+                reading.next()
+
+    def test_waiting_ends_when_the_trainer_is_told_to_stop(self) -> None:
+        class Never(Port):
+            def fetch(self, *args: Any) -> Any:
+                return NotYet("never")
+
+        with pytest.raises(InterruptedError):
+            self.inline(Never()).next(lambda: True)

@@ -101,7 +101,7 @@ class FakeLoader:
         state = {"version": 1, "order_version": 1, "step": self.step, "ended": ended, "certificate": self.certificate}
         return {**state, "passes": self.passes}
 
-    def load_state_dict(self, state: dict[str, Any], lists: Any = None) -> None:
+    def load_state_dict(self, state: dict[str, Any], lists: Any = None, copied: Any = ()) -> None:
         self.step, self.passes = state["step"], state["passes"]
         self.handed.clear()
 

@@ -14,9 +14,10 @@ import lightning as L
 import numpy as np
 import skimage.data
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip
 
+from megascale_lightning import MegaScaleDataModule
 from megascale_lightning.loading.transforms import _restored_states
 from megascale_lightning.sources.dataset import UNIT_RECORDS
 from megascale_lightning.sources.seeding import derive_seed
@@ -245,3 +246,68 @@ class Checking(L.LightningModule):
 
     def ids_of(self, kind: str, epoch: int | None = None) -> list[Any]:
         return [i for k, e, _, ids in self.seen if k == kind and epoch in (None, e) for i in ids]
+
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def adopt(datamodule: L.LightningDataModule, **settings: Any) -> Any:
+    return MegaScaleDataModule.from_datamodule(datamodule, **{"runtime": "local", **settings})
+
+
+def fit(data: Any, model: L.LightningModule, **settings: Any) -> L.Trainer:
+    trainer = L.Trainer(**{**QUIET, "max_epochs": 2, **settings})
+    trainer.fit(model, datamodule=data, ckpt_path=settings.get("ckpt_path"))
+    return trainer
+
+
+class Events(L.LightningModule):
+    """Writes down what the loops do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.events: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.events.append((self.trainer.current_epoch, self.trainer.global_step, batch_idx))
+        return self.layer(torch.ones(1)).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.events.append(("val", batch_idx))
+
+    def on_train_epoch_end(self) -> None:
+        self.events.append("epoch end")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Given(L.LightningDataModule):
+    """Whatever loaders a test hands it."""
+
+    def __init__(self, train: Any = None, val: Any = ()) -> None:
+        super().__init__()
+        self.train, self.val = train, val
+
+    def train_dataloader(self) -> Any:
+        return self.train
+
+    def val_dataloader(self) -> Any:
+        return self.val
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        yield from range(10)
+
+
+NUMBERS = list(range(8))

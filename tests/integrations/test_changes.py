@@ -102,6 +102,23 @@ def test_a_save_of_a_run_with_added_files_keeps_the_old_list(corpus: Path, saved
     assert data.certificate == undisturbed(corpus)
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_copied_data_are_the_same_data(
+    corpus: Path, saved: Path, caplog: pytest.LogCaptureFixture, added: bool
+) -> None:
+    """All files are written anew, as on a machine that fetched them once more; one more may have come with them."""
+    expected = undisturbed(corpus)
+    if added:
+        shutil.copy(corpus / "code" / "0.jsonl", corpus / "code" / "2.jsonl")
+    for index, path in enumerate(sorted([*corpus.glob("web/*"), *corpus.glob("code/*")])):
+        os.utime(path, ns=(10**9 * index, 10**9 * index))
+    data = real_data(corpus)
+    with caplog.at_level(logging.WARNING, "megascale_lightning"):
+        fit(data, STEPS, ckpt=saved)
+    assert data.certificate == expected
+    assert "all 2 files were written since the state was saved, each with its size of then" in caplog.text
+
+
 def grow(corpus: Path) -> None:
     with (corpus / "code" / "1.jsonl").open("a") as file:
         file.write('{"input_ids": [1]}\n')

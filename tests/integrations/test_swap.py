@@ -1,18 +1,16 @@
 """An existing DataModule, with only its class changed: every batch is what its collate_fn makes of the named samples.
 
 `Checking` compares each batch, in training and evaluation, while it is worked on; the tests look at which samples there
-were, what of the given DataModule goes on to be called, and what is refused.
+were, and what of the given DataModule goes on to be called.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -21,75 +19,25 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
-from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
-from megascale_lightning import CollatedRows, ConfigError, MegaScaleDataModule, MegaScaleWarning, PackedRows
+from megascale_lightning import PackedRows
 from tests.integrations.swapped import (
     CROP_BATCHES,
     FACE_BATCHES,
+    QUIET,
     TEXT_BATCHES,
     Checking,
     CropData,
+    Events,
     PictureData,
     TextData,
+    adopt,
+    fit,
 )
 
 SCRIPT = Path(__file__).with_name("scripts") / "swap.py"
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "num_sanity_val_steps": 0,
-}
-
-
-def adopt(datamodule: L.LightningDataModule, **settings: Any) -> Any:
-    return MegaScaleDataModule.from_datamodule(datamodule, **{"runtime": "local", **settings})
-
-
-def fit(data: Any, model: L.LightningModule, **settings: Any) -> L.Trainer:
-    trainer = L.Trainer(**{**QUIET, "max_epochs": 2, **settings})
-    trainer.fit(model, datamodule=data, ckpt_path=settings.get("ckpt_path"))
-    return trainer
-
-
-class Events(L.LightningModule):
-    """Writes down what the loops do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.events: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.events.append((self.trainer.current_epoch, self.trainer.global_step, batch_idx))
-        return self.layer(torch.ones(1)).sum()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.events.append(("val", batch_idx))
-
-    def on_train_epoch_end(self) -> None:
-        self.events.append("epoch end")
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def rows_of(ids: list[Any]) -> list[int]:
@@ -309,321 +257,6 @@ class TestSteps:
                 self.held = torch.zeros(4_000_000)
 
         fit(adopt(Large()), Checking(CROP_BATCHES), max_epochs=1)
-
-
-class Given(L.LightningDataModule):
-    """Whatever loaders a test hands it."""
-
-    def __init__(self, train: Any = None, val: Any = ()) -> None:
-        super().__init__()
-        self.train, self.val = train, val
-
-    def train_dataloader(self) -> Any:
-        return self.train
-
-    def val_dataloader(self) -> Any:
-        return self.val
-
-
-class Endless(IterableDataset):
-    def __iter__(self) -> Any:
-        yield from range(10)
-
-
-class Backwards(Sampler):
-    def __iter__(self) -> Any:
-        yield from reversed(range(8))
-
-    def __len__(self) -> int:
-        return 8
-
-
-class ByLength(BatchSampler):
-    """A batch sampler of one's own."""
-
-
-class OwnLoader(DataLoader):
-    def __iter__(self) -> Any:
-        yield from ()
-
-
-NUMBERS = list(range(8))
-
-
-class TestRefusals:
-    """Each names the loader, the thing and the way out."""
-
-    @pytest.mark.parametrize(
-        ("loader", "message"),
-        [
-            (
-                DataLoader(Endless()),
-                r"Given.train_dataloader\(\): Endless is an IterableDataset.*map-style.*sources=\[",
-            ),
-            (DataLoader(NUMBERS, sampler=WeightedRandomSampler([1.0] * 8, 8)), "WeightedRandomSampler.*weights="),
-            (DataLoader(NUMBERS, sampler=SubsetRandomSampler([1, 2])), "SubsetRandomSampler.*Subset.*shuffle=True"),
-            (DataLoader(NUMBERS, sampler=Backwards()), "Backwards.*Subset"),
-            (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, replacement=True)), "replacement=True.*shuffle=True"),
-            (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, num_samples=3)), "num_samples=3.*steps_per_epoch"),
-            (
-                DataLoader(NUMBERS, batch_sampler=ByLength(RandomSampler(NUMBERS), 2, False)),
-                "batch_sampler of its own .ByLength.*batch_size=",
-            ),
-            (DataLoader(NUMBERS, batch_size=None), "batch_size=None.*single samples"),
-            ([DataLoader(NUMBERS), DataLoader(NUMBERS)], "a list of loaders.*from_datasets.*StackDataset"),
-            (CombinedLoader({"a": DataLoader(NUMBERS)}), "a CombinedLoader of loaders"),
-            (NUMBERS, "a list of loaders"),
-            (iter(NUMBERS), "a list_iterator, not a torch DataLoader.*from_datasets"),
-            (None, "a NoneType, not a torch DataLoader"),
-            (OwnLoader(NUMBERS), "OwnLoader, a DataLoader with an __iter__ of its own"),
-        ],
-        ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
-    )
-    def test_training_loaders(self, loader: Any, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            adopt(Given(loader)).setup("fit")
-
-    @pytest.mark.parametrize(
-        ("loaders", "message"),
-        [
-            ([DataLoader(NUMBERS), DataLoader(Endless())], r"Given.val_dataloader\(\)\[1\]: Endless"),
-            ({"a": DataLoader(NUMBERS, batch_size=None)}, r"val_dataloader\(\)\['a'\] has batch_size=None"),
-            (CombinedLoader({"a": DataLoader(NUMBERS)}, "min_size"), "mode='min_size'.*sequential"),
-            (None, r"Given.val_dataloader\(\) is a NoneType"),
-        ],
-        ids=["list", "dict", "CombinedLoader", "None"],
-    )
-    def test_evaluation_loaders(self, loaders: Any, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            adopt(Given(val=loaders)).setup("validate")
-
-    @pytest.mark.parametrize(
-        ("given", "settings", "message"),
-        [
-            (MegaScaleDataModule.from_datasets(NUMBERS, runtime="local"), {}, "is a MegaScaleDataModule already"),
-            (PictureData, {}, "not the class PictureData: give an instance of it"),
-            (NUMBERS, {}, "not list: give a lightning.pytorch.LightningDataModule.*from_datasets"),
-            (Given(), {"sources": []}, r"takes \['sources'\] from the loaders of Given"),
-            (Given(), {"rows": CollatedRows(1), "collate_fn": len}, "both say how batches are made"),
-            (Given(), {"prefetch_steps": -1}, "prefetch_steps must be"),
-            (
-                Given(DataLoader(NUMBERS)),
-                {"weights": {"web": 1.0}},
-                r"weights names \['web'\]; the sources are \['train",
-            ),
-        ],
-        ids=["ours already", "class", "list", "sources", "rows and collate_fn", "number", "weights"],
-    )
-    def test_what_cannot_be_adopted(self, given: Any, settings: Any, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            adopt(given, **settings).setup("fit")
-
-    def test_a_subclass_has_no_say(self) -> None:
-        class Mine(MegaScaleDataModule):
-            pass
-
-        with pytest.raises(ConfigError, match=r"call MegaScaleDataModule\.from_datamodule"):
-            Mine.from_datamodule(PictureData())
-
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1.*leave it at 0"),
-            ({"callbacks": [BatchSizeFinder()]}, "find it with PictureData itself"),
-        ],
-        ids=["reload", "BatchSizeFinder"],
-    )
-    def test_knobs_of_the_trainer(self, settings: Any, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            fit(adopt(PictureData()), Checking(FACE_BATCHES), **settings)
-
-    def test_a_dataset_that_cannot_travel(self) -> None:
-        class Locked(list):
-            def __init__(self) -> None:
-                super().__init__(NUMBERS)
-                self.lock = threading.Lock()
-
-        data = adopt(Given(DataLoader(Locked())), runtime="ray")
-        with pytest.raises(ConfigError, match=r"'train'.*Locked does not pickle.*attribute 'lock'.*runtime=.local"):
-            data.setup("fit")
-
-    def test_a_collate_fn_must_not_reach_the_model(self) -> None:
-        model = Events()
-        data = adopt(Given(DataLoader(NUMBERS, collate_fn=lambda samples: (samples, model))))
-        with pytest.raises(ConfigError, match=r"collate_fn.*'model' is a Events"):
-            data.setup("fit")
-
-    def test_no_training_loader_at_all_is_lightnings_error(self) -> None:
-        from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-        class Nothing(L.LightningDataModule):
-            pass
-
-        with pytest.raises(MisconfigurationException, match="train_dataloader"):
-            fit(adopt(Nothing()), Events())
-
-
-class TestWhatHasNoEffect:
-    """It is said once, on one rank."""
-
-    def test_workers_are_mentioned(self, caplog: pytest.LogCaptureFixture) -> None:
-        loader = DataLoader(NUMBERS, batch_size=2, num_workers=1, pin_memory=True)
-        data = adopt(Given(loader))
-        with caplog.at_level(logging.INFO, "megascale_lightning"):
-            data.setup("fit")
-            data.setup("fit")
-        found = [record.message for record in caplog.records if "adopting" in record.name]
-        assert len(found) == 1
-        assert "Given.train_dataloader() sets num_workers, prefetch_factor, pin_memory: without effect" in found[0]
-        data.teardown("fit")
-
-    def test_seeds_are_warned_of(self) -> None:
-        generator = torch.Generator()
-        loader = DataLoader(NUMBERS, shuffle=True, generator=generator, worker_init_fn=print)
-        data = adopt(Given(loader), seed=5)
-        with pytest.warns(MegaScaleWarning, match="sets worker_init_fn, generator: without effect.*seed=5"):
-            data.setup("fit")
-        data.setup("fit")  # said already
-        data.teardown("fit")
-
-    def test_drop_last_of_an_evaluation_is_warned_of(self) -> None:
-        data = adopt(Given(val=DataLoader(NUMBERS, batch_size=3, drop_last=True)))
-        with pytest.warns(MegaScaleWarning, match=r"val_dataloader\(\) sets drop_last: without effect"):
-            data.setup("validate")
-        assert len(data.val_dataloader()) == 3
-        data.teardown("validate")
-
-
-class TestDatasets:
-    """What a DataLoader takes, a DataModule over it takes."""
-
-    def samples(self, dataset: Any, **loader: Any) -> list[Any]:
-        data = adopt(Given(DataLoader(dataset, batch_size=4, collate_fn=list, **loader)))
-        data.setup("fit")
-        found = [sample for batch in data.train_dataloader() for sample in batch]
-        data.teardown("fit")
-        return found
-
-    @pytest.mark.parametrize(
-        "dataset",
-        [
-            pytest.param(TensorDataset(torch.arange(12.0), torch.arange(12)), id="TensorDataset"),
-            pytest.param(Subset(range(100, 200), [5, 3, 8, 1]), id="Subset"),
-            pytest.param(ConcatDataset([range(5), range(50, 57)]), id="ConcatDataset"),
-            pytest.param(["a", "bc", "def", "ghij"], id="a list of texts"),
-            pytest.param({0: "x", 1: "y", 2: "z", 3: "w"}, id="a dict by index"),
-        ],
-    )
-    def test_in_order(self, dataset: Any) -> None:
-        assert self.samples(dataset) == [dataset[index] for index in range(len(dataset))]
-
-    def test_hugging_face(self) -> None:
-        from datasets import Dataset
-
-        dataset = Dataset.from_dict({"text": [f"text {n}" for n in range(8)], "label": [n % 2 for n in range(8)]})
-        assert self.samples(dataset) == list(dataset)
-        torched = dataset.with_format("torch")
-        assert [int(sample["label"]) for sample in self.samples(torched)] == [n % 2 for n in range(8)]
-
-    @pytest.mark.parametrize(
-        ("loader", "shuffled"),
-        [
-            ({"shuffle": True}, True),
-            ({"sampler": DistributedSampler(range(64), 2, 0)}, True),
-            ({"sampler": DistributedSampler(range(64), 2, 0, shuffle=False)}, False),
-            ({"sampler": RandomSampler(range(64))}, True),
-        ],
-        ids=["shuffle=True", "DistributedSampler", "without shuffle", "RandomSampler"],
-    )
-    def test_shuffled_as_the_sampler_says(self, loader: Any, shuffled: bool) -> None:
-        found = self.samples(range(64), **loader)
-        assert sorted(found) == list(range(64))
-        assert (found != sorted(found)) == shuffled
-
-    def test_a_plain_batch_sampler_is_a_batch_size(self) -> None:
-        data = adopt(Given(DataLoader(NUMBERS, batch_sampler=BatchSampler(RandomSampler(NUMBERS), 3, True))))
-        data.setup("fit")
-        assert [len(batch) for batch in data.train_dataloader()] == [3, 3]
-        data.teardown("fit")
-
-
-class TestFromDatasets:
-    """Lightning's classmethod, and more forms of datasets."""
-
-    @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # Lightning's own sets it
-    def test_one_of_each(self) -> None:
-        pictures = PictureData()
-        pictures.setup("fit")
-        data = MegaScaleDataModule.from_datasets(
-            pictures.train_set, pictures.held_set, pictures.held_set, pictures.held_set, 20, runtime="local"
-        )
-        plain = L.LightningDataModule.from_datasets(
-            pictures.train_set, pictures.held_set, pictures.held_set, pictures.held_set, 20
-        )
-        ours, theirs = Events(), Events()
-        fit(data, ours, max_epochs=-1, max_steps=20)
-        fit(plain, theirs, max_epochs=-1, max_steps=20)
-        assert ours.events == theirs.events
-        assert len(data.config.val_sources) == len(data.config.predict_sources) == 1
-
-    def test_a_mixture_by_name_and_its_weights(self) -> None:
-        data = MegaScaleDataModule.from_datasets(
-            {"few": [1, 2, 3], "many": list(range(100, 112))},
-            batch_size=5,
-            collate_fn=sorted,
-            weights={"few": 0.5, "many": 0.5},
-            runtime="local",
-        )
-        data.setup("fit")
-        found = list(data.train_dataloader())
-        data.teardown("fit")
-        assert sorted(chain(*found)) == [1, 2, 3, *range(100, 112)]
-        assert any(sample < 100 for sample in found[0])
-        assert {sample for sample in found[0] + found[1] if sample < 100} == {1, 2, 3}, "few are drawn early"
-
-    def test_several_evaluations_and_the_order_of_training(self) -> None:
-        first, second = TensorDataset(torch.arange(4)), TensorDataset(torch.arange(6))
-        data = MegaScaleDataModule.from_datasets(
-            NUMBERS, [first, second], {"a": first, "b": NUMBERS}, batch_size=2, shuffle=False, runtime="local"
-        )
-        data.setup()
-        assert [batch.tolist() for batch in data.train_dataloader()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        assert {name: len(loader) for name, loader in data.val_dataloader().items()} == {"0": 2, "1": 3}
-        assert {name: len(loader) for name, loader in data.test_dataloader().items()} == {"a": 2, "b": 4}
-        data.teardown()
-
-    def test_a_list_to_train_on_is_mixed_and_says_so(self) -> None:
-        two = [TensorDataset(torch.arange(4)), TensorDataset(torch.arange(6))]
-        with pytest.warns(MegaScaleWarning, match="a list of datasets: they are mixed into one stream"):
-            data = MegaScaleDataModule.from_datasets(two, runtime="local")
-        assert [source.name for source in data.config.streams()["train"]] == ["0", "1"]
-
-    def test_a_subclass_is_made(self) -> None:
-        class Mine(MegaScaleDataModule):
-            pass
-
-        assert type(Mine.from_datasets(NUMBERS, runtime="local")) is Mine
-
-    def test_workers_are_mentioned(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO, "megascale_lightning"):
-            MegaScaleDataModule.from_datasets(NUMBERS, num_workers=4, runtime="local")
-        assert "num_workers=4: without effect" in caplog.text
-
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"train_dataset": Endless()}, "train_dataset: Endless is an IterableDataset.*map-style"),
-            ({"val_dataset": {"a": NUMBERS, "b": Endless()}}, r"val_dataset\['b'\]: Endless"),
-            ({"train_dataset": 3}, "a int is no map-style dataset"),
-            ({"train_dataset": NUMBERS, "val_sources": []}, r"makes \['val_sources'\] of the datasets"),
-            ({"train_dataset": NUMBERS, "rows": CollatedRows(2), "batch_size": 2}, "leave out rows="),
-            ({}, "there are no sources"),
-        ],
-        ids=["iterable", "iterable among several", "none at all", "sources", "rows", "nothing"],
-    )
-    def test_refusals(self, settings: Any, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            MegaScaleDataModule.from_datasets(**settings, runtime="local")
 
 
 @pytest.mark.ddp

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
-from megascale_lightning.checkpointing.filelists import FileLists
+from megascale_lightning.checkpointing.filelists import FileChanges, FileLists
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.client.loader import MegaScaleLoader
 from megascale_lightning.client.session import LoadingSession
@@ -169,10 +169,10 @@ class Positioned(L.LightningDataModule):
         limits.check_batch_size(self.config, state, self._resolved())
         self.batches_outdated = self.batches_outdated or self._train.last_info is not None
         saved = {key: value for key, value in state.items() if key != "trainer"}
-        kept = self._session.files_to_keep(saved, lists) if lists else None
-        if kept is not None:
-            self._start_again(kept)
-        self._train.load_state_dict(saved, lists=lists)
+        changes = self._session.compare_files(saved, lists) if lists else FileChanges()
+        if changes.kept:
+            self._start_again(changes.kept)
+        self._train.load_state_dict(saved, lists=lists, copied=changes.copied)
 
     def _start_again(self, files: FileLists) -> None:
         """Start the roles anew with fewer files; to be made by whoever starts them."""
