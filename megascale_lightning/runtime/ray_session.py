@@ -51,9 +51,9 @@ _START_ONLY: Final = frozenset(
 _KNOCK_S: Final = 10.0
 
 _FORKED: Final = (
-    "this process was forked from one that is connected to Ray, and Ray does not work on this side of a fork (calls would "
-    "hang). Before the fork (trainer.fit with strategy='ddp_notebook' or 'ddp_fork'), close the loaders there and call "
-    "ray.shutdown(): the ranks start a Ray of their own. Or set runtime='local'"
+    "this process was forked from one that is connected to Ray, and Ray does not work on this side of a fork: calls "
+    "would hang. Before the fork (trainer.fit with strategy='ddp_notebook' or 'ddp_fork'), close the loaders there and "
+    "call ray.shutdown(): the ranks start a Ray of their own. Or set runtime='local'"
 )
 
 _OURS: Final = {
