@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 _UNDO_S: Final = 5.0
 
+_used_by: int | None = None
+"""The process in which we have connected to Ray."""
+
 
 def init_ray(**settings: Any) -> tuple[str, str]:
     """`ray.init` that leaves SIGTERM and `sys.excepthook` as they were, and no process where it fails.
@@ -29,8 +33,10 @@ def init_ray(**settings: Any) -> tuple[str, str]:
     Returns:
         The cluster's address, host:port, and the socket of this machine's raylet.
     """
+    global _used_by
     import ray
 
+    _used_by = os.getpid()
     defaults = {"namespace": "megascale_lightning", "log_to_driver": False, "configure_logging": False}
     before = set(children(os.getpid()))
     try:
@@ -45,10 +51,15 @@ def init_ray(**settings: Any) -> tuple[str, str]:
 
 
 def is_forked() -> bool:
-    """Whether Ray was initialised in a process that this one was forked from: its threads have stayed there."""
+    """Whether this process was forked from one that has used Ray, by us or by the user: its threads stayed there."""
+    if _used_by is not None:
+        return _used_by != os.getpid()
     worker: Any = sys.modules.get("ray._private.worker")
     listener = getattr(getattr(worker, "global_worker", None), "listener_thread", None)
-    return isinstance(listener, threading.Thread) and not listener.is_alive()
+    if not isinstance(listener, threading.Thread) or listener.is_alive():
+        return False
+    # It ends with ray.shutdown() as well: then only a child of multiprocessing, such as a rank, says that it is one.
+    return bool(worker.global_worker.connected) or multiprocessing.parent_process() is not None
 
 
 def shut_down_ray(raylet: str) -> bool:

@@ -51,9 +51,9 @@ _START_ONLY: Final = frozenset(
 _KNOCK_S: Final = 10.0
 
 _FORKED: Final = (
-    "this process was forked from one that is connected to Ray, and Ray does not work on this side of a fork: calls "
-    "would hang. Before the fork (trainer.fit with strategy='ddp_notebook' or 'ddp_fork'), close the loaders there and "
-    "call ray.shutdown(): the ranks start a Ray of their own. Or set runtime='local'"
+    "this process was forked from one that has used Ray, and Ray does not work on this side of a fork: calls would hang, "
+    "a start would crash. In a notebook, start the kernel anew and let trainer.fit(strategy='ddp_notebook') be the first "
+    "to use Ray; or set runtime='local', or devices=1"
 )
 
 _OURS: Final = {
@@ -207,7 +207,7 @@ class RaySession:
 
 def _existing(wanted: str | None) -> _Connection | None:
     """The connection there is, ours or the user's; None where Ray is not initialised here."""
-    if _connection is not None and _connection.pid != os.getpid():
+    if is_forked():
         raise ForkError(_FORKED)
     if "ray" not in sys.modules:
         return None
@@ -215,8 +215,6 @@ def _existing(wanted: str | None) -> _Connection | None:
 
     if not ray.is_initialized():
         return None
-    if is_forked():
-        raise ForkError(_FORKED)
     if _connection is not None:
         return _connection
     if _lost == ray.get_runtime_context().gcs_address:

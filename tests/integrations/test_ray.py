@@ -1,11 +1,8 @@
-"""Real trainers over Ray: the same data as without it, and nothing left behind, however the training ends."""
+"""Real trainers over Ray: the same data as without it, and nothing left behind. Signals are in test_ends.py."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +10,7 @@ import pytest
 import torch
 
 from tests.integrations.corpora import write_corpus
-from tests.integrations.processes import (
-    left_behind,
-    marked_processes,
-    read_log,
-    train,
-    wait_for_lines,
-)
+from tests.integrations.processes import left_behind, read_log, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -53,35 +44,6 @@ def test_one_process_ends_clean(corpus: Path, tmp_path: Path, arguments: list[An
     assert [(line["step"], line["microbatch"]) for line in lines] == [
         (s, m) for s in range(num_steps) for m in range(2)
     ]
-    assert left_behind(finished) == []
-
-
-@pytest.mark.parametrize(
-    ("devices", "how"),
-    [
-        pytest.param(1, signal.SIGINT, id="Ctrl-C"),
-        pytest.param(2, signal.SIGINT, id="Ctrl-C under DDP", marks=pytest.mark.ddp),
-        pytest.param(1, signal.SIGTERM, id="SIGTERM"),
-    ],
-)
-def test_signal_ends_clean(corpus: Path, tmp_path: Path, devices: int, how: signal.Signals) -> None:
-    """Ctrl-C goes to every process of the terminal's group, those of Ray among them; SIGTERM to one."""
-    seen: dict[str, Any] = {}
-
-    def send(process: subprocess.Popen[bytes], mark: str) -> None:
-        wait_for_lines(tmp_path / "whole/rank0.jsonl", 6, process)
-        seen["processes"] = marked_processes(mark)
-        if how == signal.SIGINT:
-            os.killpg(process.pid, how)
-        else:
-            process.send_signal(how)
-
-    strategy = ["--strategy", "ddp" if devices > 1 else "auto", "--devices", devices]
-    finished = train(corpus, tmp_path, "--runtime", "ray", "--steps", 1_000_000, *strategy, check=False, meanwhile=send)
-    # What the check looks for was there: the search itself works.
-    assert any("raylet" in process for process in seen["processes"]), seen
-    # Lightning itself ends with 0 after SIGTERM, or with 143, by its version.
-    assert finished.code != 0 or how == signal.SIGTERM
     assert left_behind(finished) == []
 
 

@@ -45,6 +45,19 @@ def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+def test_actors_are_light(ray_runtime: RayRuntime) -> None:
+    """The first test of its runtime: what batches of other tests have left in the actors is not their weight."""
+    stats = ray_runtime.stats()
+    fetch(ray_runtime.port(), 0, generation="light")
+    weights = {name: psutil.Process(stats[name]["pid"]).memory_full_info().uss / 1e6 for name in stats}
+    assert max(weights.values()) < 75, weights
+    assert not stats["planner"]["role"]["torch"]
+    assert not stats["constructor/0"]["role"]["torch"]
+    ray_runtime.port().consumed("train", "light", 0, 3)
+    until(lambda: ray_runtime.stats()["constructor/0"]["shared"] == 0)
+    ray_runtime.port().close("train", "light", 0)
+
+
 def test_windows_come_and_are_shared(ray_runtime: RayRuntime) -> None:
     port = ray_runtime.port()
     for client in (0, 1):
@@ -124,15 +137,6 @@ def test_the_name_is_taken_again_at_once(ray_runtime: RayRuntime) -> None:
     assert ray_runtime._caller("loader/0", "describe", (7,)) == 7
     assert time.monotonic() - begun < 20
     assert ray_runtime.stats()["loader/0"]["pid"] != before["pid"]
-
-
-def test_actors_are_light(ray_runtime: RayRuntime) -> None:
-    stats = ray_runtime.stats()
-    fetch(ray_runtime.port(), 0, generation="light")
-    weights = {name: psutil.Process(stats[name]["pid"]).memory_full_info().uss / 1e6 for name in stats}
-    assert max(weights.values()) < 75, weights
-    assert not stats["planner"]["role"]["torch"]
-    assert not stats["constructor/0"]["role"]["torch"]
 
 
 def test_a_forked_child_is_refused_at_once(ray_runtime: RayRuntime) -> None:

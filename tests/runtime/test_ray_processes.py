@@ -22,13 +22,20 @@ FIRST = expected(0, 0, 2).tolist()
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if _lives(pid)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def gone_within(pids: list[int], timeout_s: float) -> None:
     end = time.monotonic() + timeout_s
     while left := alive(pids):
-        assert time.monotonic() < end, [psutil.Process(pid).cmdline() for pid in left]
+        assert time.monotonic() < end, left
         time.sleep(0.05)
 
 
