@@ -51,9 +51,9 @@ _START_ONLY: Final = frozenset(
 _KNOCK_S: Final = 10.0
 
 _FORKED: Final = (
-    "this process was forked from one that has used Ray, and Ray does not work on this side of a fork: calls would hang, "
-    "a start would crash. In a notebook, start the kernel anew and let trainer.fit(strategy='ddp_notebook') be the first "
-    "to use Ray; or set runtime='local', or devices=1"
+    "this process was forked from one that has used Ray, and Ray does not work on this side of a fork: calls would "
+    "hang, a start would crash. In a notebook, start the kernel anew and let trainer.fit(strategy='ddp_notebook') be "
+    "the first to use Ray; or set runtime='local', or devices=1"
 )
 
 _OURS: Final = {
