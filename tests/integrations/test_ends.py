@@ -134,6 +134,18 @@ def test_signal_while_a_batch_is_waited_for(
     check_resume(saved(tmp_path / "ended"), taken(tmp_path), corpus, tmp_path / "again", whole)
 
 
+def test_ctrl_c_in_a_transform_in_the_trainers_thread(corpus: Path, tmp_path: Path, whole: dict[int, Any]) -> None:
+    def press(process: subprocess.Popen[bytes], mark: str) -> None:
+        held(tmp_path, process)
+        process.send_signal(signal.SIGINT)
+
+    arguments = ["--runtime", "local", "--in-place", "--hold-sample", 150, "--save-at-end"]
+    finished = run(corpus, tmp_path, *arguments, meanwhile=press)
+    assert finished.code == CTRL_C, finished.output[-4000:]
+    assert left_behind(finished) == []
+    check_resume(saved(tmp_path / "ended"), taken(tmp_path), corpus, tmp_path / "again", whole)
+
+
 @pytest.mark.parametrize("at", ["pid0", "gcs_server", "raylet/raylet", "ray::"])
 def test_ctrl_c_during_start_up(corpus: Path, tmp_path: Path, at: str) -> None:
     """Before anything of Ray's, between two of its processes, and while the actors start."""

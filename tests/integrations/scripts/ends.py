@@ -52,12 +52,14 @@ def fit(
     steps: int = 1_000_000,
     hold_step: int = -1,
     hold_sample: int = -1,
+    in_place: bool = False,
     save: bool = True,
     save_at_end: bool = False,
     resume: Path | None = None,
 ) -> None:
     """Train; `hold_step` counts microbatches of a rank, `hold_sample` samples of the loader, both from 0."""
-    source = Source("web", str(corpus / "web/*.parquet"), transform=Hold(out, hold_sample))
+    # In one process, a transform that is alone with the global random states runs in the trainer's thread.
+    source = Source("web", str(corpus / "web/*.parquet"), transform=Hold(out, hold_sample), thread_safe=not in_place)
     rows = PackedRows(seq_len=SEQ_LEN, micro_batch_size=2, pack_ahead=16)
     data = WatchedData(sources=[source], rows=rows, global_batch_size=4, runtime=runtime, window_units=1)
     data.folder = out
@@ -93,6 +95,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--hold-step", type=int, default=-1)
     parser.add_argument("--hold-sample", type=int, default=-1)
+    parser.add_argument("--in-place", action="store_true")
     parser.add_argument("--save-at-end", action="store_true")
     arguments = vars(parser.parse_args())
     torch.set_num_threads(1)
