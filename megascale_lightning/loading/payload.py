@@ -6,6 +6,7 @@ import copyreg
 import io
 import pickle
 import sys
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
@@ -51,10 +52,8 @@ def _reduced_tensor(tensor: Any) -> Any:
     is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
     if is_plain and not tensor.is_conj() and not tensor.is_neg():
         if tensor.is_contiguous():
-            try:
+            with suppress(TypeError):  # numpy lacks some types, bfloat16 among them; those go torch's way below
                 return torch.from_numpy, (tensor.numpy(),)
-            except TypeError:
-                pass  # a type that numpy lacks
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
             tensor = tensor.clone()
     return tensor.__reduce_ex__(5)
