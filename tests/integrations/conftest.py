@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.integrations.corpora import write_corpus
 from tests.integrations.fakes import FakeLoader, FakeSession
 
 
@@ -19,3 +22,11 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[FakeSession]:
         monkeypatch.setattr(FakeSession, name, None)
     monkeypatch.setattr(FakeSession, "knows_lengths", False)
     return FakeSession.made
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small sources of `corpora`, written once for a module."""
+    root = tmp_path_factory.mktemp("corpus")
+    write_corpus(root)
+    return root

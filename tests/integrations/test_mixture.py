@@ -11,7 +11,7 @@ import pytest
 
 from megascale_lightning import ConfigError, MixtureCallback
 from megascale_lightning.checkpointing.state import readable
-from tests.integrations.corpora import real_data, write_corpus
+from tests.integrations.corpora import real_data
 from tests.integrations.fakes import SaveAt, make_trainer
 from tests.integrations.models import Recorder
 
@@ -31,13 +31,6 @@ class Mixed(Recorder):
         counts = self.drawn.setdefault(info.step, Counter())
         counts.update(name for row in info.sample_ids() for name, *_ in row)
         return self.layer(batch["input_ids"][:, :2].float()).sum()
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
-    write_corpus(root)
-    return root
 
 
 def once(trainer: L.Trainer, module: L.LightningModule, step: int) -> dict[str, float] | None:

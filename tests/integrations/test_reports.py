@@ -24,20 +24,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from megascale_lightning import CollatedRows, MegaScaleDataModule, Source
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.types import BatchWindow
-from tests.integrations.corpora import held_out, real_data, write_corpus
+from tests.integrations.corpora import held_out, real_data
 from tests.integrations.fakes import FakeSession, SaveAt, make_data, make_trainer
 from tests.integrations.models import Recorder
 from tests.integrations.processes import train
 from tests.integrations.scripts.reports import BAD, HELD, RECORDS
 
 pytestmark = pytest.mark.timeout(200)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
-    write_corpus(root)
-    return root
 
 
 class Reader(Recorder):
@@ -298,7 +291,7 @@ class TestSignals:
                 return super()._interrupted()
 
         data = Watched(
-            sources=[Source("web", str(corpus / "web/*.parquet"), transform=hold)],
+            sources=[Source("web", str(corpus / "web/*.parquet"), transform=hold, thread_safe=True)],
             rows=real_data(corpus).config.rows,
             runtime="local",
             prefetch_steps=1,

@@ -9,16 +9,9 @@ import pytest
 import torch
 
 from megascale_lightning import MegaScaleDataModule, StateError
-from tests.integrations.corpora import held_out, real_data, write_corpus
+from tests.integrations.corpora import held_out, real_data
 from tests.integrations.fakes import SaveAt, make_trainer
 from tests.integrations.models import Recorder
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
-    write_corpus(root)
-    return root
 
 
 class Reader(Recorder):
