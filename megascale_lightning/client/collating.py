@@ -6,10 +6,11 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 from torch.nn import Module
 from torch.utils.data import default_collate
 
@@ -46,7 +47,8 @@ def collate(
         first_step: Step to begin with, where it lies inside the window; None begins at its start.
 
     Returns:
-        Per microbatch exactly what `collate_fn` returned, and its `BatchInfo`.
+        Per microbatch exactly what `collate_fn` returned, and its `BatchInfo`. Filler is collated, and described, only
+        where a microbatch has no real sample: a last batch is short, as a DataLoader's is.
 
     Raises:
         StreamError: The window does not fit the rows of the stream.
@@ -58,15 +60,15 @@ def collate(
     size = spec.rows.micro_batch_size
     function = default_collate if collate_fn is None else collate_fn
     for index in infos.indices(first_step):
-        info = infos.info(index)
-        samples = _samples(window.payload, index * size, size, info)
+        info, rows = infos.short_info(index)
+        samples = _samples(window.payload, index * size + rows, info)
         yield _collated(function, samples, info), info
 
 
-def _samples(payload: Ragged, first: int, count: int, info: BatchInfo) -> list[Any]:
-    bounds = payload.offsets[first : first + count + 1].tolist()
+def _samples(payload: Ragged, rows: npt.NDArray[np.int64], info: BatchInfo) -> list[Any]:
+    bounds = zip(payload.offsets[rows].tolist(), payload.offsets[rows + 1].tolist(), strict=True)
     try:
-        return [pickle.loads(payload.values[start:stop].data) for start, stop in pairwise(bounds)]
+        return [pickle.loads(payload.values[start:stop].data) for start, stop in bounds]
     except Exception as error:
         raise DataError(
             f"a sample of {_place(info)} cannot be unpickled on this rank: {type(error).__name__}: {error}; its class "

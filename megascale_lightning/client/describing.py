@@ -49,10 +49,27 @@ class WindowInfos:
 
     def info(self, index: int) -> BatchInfo:
         """Describe microbatch `index` of the window."""
-        window, size, states = self._window, self._size, self._states
+        return self._info(index, self._row_offsets(index))
+
+    def short_info(self, index: int) -> tuple[BatchInfo, npt.NDArray[np.int64]]:
+        """Describe microbatch `index` without its filler, unless it is all filler; and say which rows that leaves.
+
+        Returns:
+            The description, and int64 [rows described]: their numbers in the microbatch.
+        """
+        row_offsets = self._row_offsets(index)
+        rows = np.flatnonzero(np.diff(row_offsets))
+        if not len(rows):
+            return self._info(index, row_offsets), np.arange(self._size)
+        return self._info(index, row_offsets[np.append(rows, self._size)]), rows
+
+    def _row_offsets(self, index: int) -> npt.NDArray[np.int64]:
+        return self._window.row_offsets[index * self._size : (index + 1) * self._size + 1]
+
+    def _info(self, index: int, row_offsets: npt.NDArray[np.int64]) -> BatchInfo:
+        window, states = self._window, self._states
         step, microbatch = divmod(index, window.num_microbatches)
         pieces = self.pieces_of(index)
-        row_offsets = window.row_offsets[index * size : (index + 1) * size + 1]
         is_last_in_step = microbatch == window.num_microbatches - 1
         return BatchInfo(
             step=window.first_step + step,

@@ -82,20 +82,32 @@ def order_of(config_data: Any, **changes: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_filler_repeats_the_first_sample_of_its_step(dp: int) -> None:
-    """Of a group without any real row, too; weight 0, in no id, and the certificate is that of one rank."""
+    """Where a microbatch has no real row; weight 0, in no id, and the certificate is that of one rank."""
     order = order_of(Images())
     found = read(config_of(Images(), CollatedRows(2, list)), dp)
     assert found.certificates == read(config_of(Images(), CollatedRows(16, list))).certificates
     assert found.steps() == [frozenset(indices) for indices in order]
-    fillers = Counter(got.rank for got in found.got for index in got.indices if index is None)
-    assert sum(fillers.values()) == 16 - 100 % 16
+    fillers = sum(index is None for got in found.got for index in got.indices)
+    assert fillers == 16 - 100 % 16
     for got in found.got:
+        assert len(set(map(type, got.indices))) == 1, "real rows alone, or filler alone"
         for (image, label), index, weight in zip(got.batch, got.indices, got.info.row_weights, strict=True):
             shown = order[got.info.step][0] if index is None else index
             assert label == shown
             assert torch.equal(image, torch.full((3, 2, 2), float(shown)))
             assert weight == float(index is not None)
         assert got.info.step_loss_tokens == len(order[got.info.step])
+
+
+def test_a_last_batch_is_as_short_as_that_of_a_dataloader() -> None:
+    found = read(config_of(Images(10), CollatedRows(4, list), global_batch_size=4))
+    assert [len(got.batch) for got in found.got] == [4, 4, 2]
+    assert [got.info.row_weights.tolist() for got in found.got] == [[1.0] * 4, [1.0] * 4, [1.0] * 2]
+    two = read(config_of(Images(9), CollatedRows(4, list), global_batch_size=8), 2)
+    assert [(got.rank, len(got.batch), got.info.row_weights.sum()) for got in two.got if got.info.step] == [
+        (0, 1, 1),
+        (1, 4, 0),
+    ], "a rank without a sample gets repeats, so that all take as many steps"
 
 
 def test_filler_samples_are_objects_of_their_own() -> None:
@@ -108,8 +120,11 @@ def test_filler_samples_are_objects_of_their_own() -> None:
             seen.append(sample["seen"])
         return []
 
-    read(config_of([{"seen": 0} for _ in range(5)], CollatedRows(4, marking), global_batch_size=4))
-    assert seen == [1] * 8
+    read(config_of([{"seen": 0} for _ in range(5)], CollatedRows(4, marking), global_batch_size=8))
+    assert seen == [1] * (4 + 1)
+    seen.clear()
+    read(config_of([{"seen": 0}], CollatedRows(4, marking), global_batch_size=8))
+    assert seen == [1] * (1 + 4)
 
 
 def test_rows_of_equal_length_stand_in_draw_order() -> None:
