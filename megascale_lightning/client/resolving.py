@@ -20,9 +20,10 @@ from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.runtime.pickling import dump
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
 from megascale_lightning.scaling.assignment import SlotAssignment
-from megascale_lightning.sources.manifest import FileInfo, Manifest
+from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.order import num_windows
 from megascale_lightning.sources.source import Source
+from megascale_lightning.sources.storage import FileInfo
 from megascale_lightning.sources.survey import build_manifest
 from megascale_lightning.streams import SourceSpec, StreamSpec
 

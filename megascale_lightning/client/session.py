@@ -29,7 +29,7 @@ from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.stepping import initial_state
 from megascale_lightning.rows import CollatedRows
 from megascale_lightning.runtime.port import BatchPort, Runtime
-from megascale_lightning.sources.manifest import FileInfo
+from megascale_lightning.sources.storage import FileInfo
 from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import LoaderState
 

@@ -14,7 +14,7 @@ from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.loading.reasons import KEPT, READ_ERROR, TRANSFORM_ERROR
 from megascale_lightning.loading.samplefields import scatter_samples, stack_samples
 from megascale_lightning.loading.transforms import Failed
-from megascale_lightning.sources.arrow import is_number_list, list_column, scalar_column
+from megascale_lightning.sources.arrowcolumns import is_number_list, list_column, scalar_column
 from megascale_lightning.types import Ragged
 
 __all__ = ["Fields", "Fragment", "from_samples", "from_table", "narrow"]

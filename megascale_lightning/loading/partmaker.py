@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +15,10 @@ from megascale_lightning.loading.parts import Part
 from megascale_lightning.loading.transforms import Failed, SampleRunner
 from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.sources.manifest import Manifest
-from megascale_lightning.sources.order import Segment, part_permutation, window_parts
+from megascale_lightning.sources.order import Segment, part_permutation, window_parts, window_units_of
 from megascale_lightning.sources.parquet import FilePool
 from megascale_lightning.sources.reader import make_reader
+from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.source import Source
 from megascale_lightning.types import PartKey
 
@@ -68,6 +70,25 @@ class PartMaker(ABC):
             DataError: A record is at fault and `on_error` is "raise", or a unit cannot be read.
         """
 
+    def _blocks(self, key: PartKey) -> Iterator[tuple[RecordBlock, bool]]:
+        """The records of a part, block after block, each with whether it ends the window; read when asked for."""
+        if self._manifest.sliced:
+            source = self.source
+            unit = int(
+                window_units_of(
+                    self._manifest, source.name, key.stream, self._seed, key.epoch, key.window, 1, source.shuffle
+                )[0]
+            )
+            with self._placing(unit):
+                found = self._reader.read_slice(unit, key.part, self._part_bytes)
+            yield found
+            return
+        segments, is_last = self._segments(key)
+        for index, segment in enumerate(segments):
+            with self._placing(segment.unit):
+                block = self._reader.read(segment.unit, segment.row_start, segment.row_stop)
+            yield block, is_last and index == len(segments) - 1
+
     def _segments(self, key: PartKey) -> tuple[list[Segment], bool]:
         source = self.source
         order = (self._manifest, source.name, key.stream, self._seed, key.epoch, key.window)
@@ -80,13 +101,15 @@ class PartMaker(ABC):
         source = self.source
         return part_permutation(n, source.name, key.stream, self._seed, key.epoch, key.window, key.part, source.shuffle)
 
-    def _is_placed(self, error: DataError) -> bool:
-        """Whether the message names the source already."""
-        return repr(self.source.name) in str(error)
-
-    def _placed(self, error: DataError, unit: int) -> DataError:
-        """The error with the place of the unit."""
-        return DataError(f"source {self.source.name!r}, {self._manifest.locate(unit)}: {error}")
+    @contextmanager
+    def _placing(self, unit: int) -> Iterator[None]:
+        """Errors that do not name the source say the place of the unit."""
+        try:
+            yield
+        except DataError as error:
+            if repr(self.source.name) in str(error):
+                raise
+            raise DataError(f"source {self.source.name!r}, {self._manifest.locate(unit)}: {error}") from error
 
     def _failed(self, unit: int, row: int, failed: Failed) -> DataError:
         """What a record that failed is raised as; the caller chains `failed.error`."""

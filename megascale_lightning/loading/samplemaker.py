@@ -60,14 +60,15 @@ class SampleMaker(PartMaker):
 
     def make(self, key: PartKey) -> Part:
         """Settle one part, and read it unless samples are fetched late; see `PartMaker.make`."""
-        segments, is_last = self._segments(key)
         if self.fetches_late:
+            segments, is_last = self._segments(key)
             return self._assemble(key, [self._rows_of(segment) for segment in segments], None, is_last)
-        places, kept = [], []
-        for segment in segments:
-            block, found = self._read(segment, key.epoch)
+        places, kept, is_last = [], [], False
+        for block, ends in self._blocks(key):
+            with self._placing(block.unit):
+                kept += self.runner.run_each(block, range(block.num_rows), key.epoch, partial(self._kept, block))
             places.append((block.unit, range(block.row_start, block.row_start + block.num_rows)))
-            kept += found
+            is_last = ends
         return self._assemble(key, places, kept, is_last)
 
     def fetch(self, epoch: int, pieces: IntArray) -> list[bytes]:
@@ -105,15 +106,6 @@ class SampleMaker(PartMaker):
         return segment.unit, range(
             segment.row_start, int(self._manifest.units[segment.unit]["rows"]) if stop < 0 else stop
         )
-
-    def _read(self, segment: Segment, epoch: int) -> tuple[RecordBlock, list[_Kept]]:
-        try:
-            block = self._reader.read(segment.unit, segment.row_start, segment.row_stop)
-            return block, self.runner.run_each(block, range(block.num_rows), epoch, partial(self._kept, block))
-        except DataError as error:
-            if self._is_placed(error):
-                raise
-            raise self._placed(error, segment.unit) from error
 
     def _kept(self, block: RecordBlock, index: int, sample: Any) -> _Kept:
         length = 1

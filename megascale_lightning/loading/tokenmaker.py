@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megascale_lightning.errors import DataError
 from megascale_lightning.loading.columns import Fields, Fragment, from_samples, from_table
 from megascale_lightning.loading.partmaker import LoadedSource, PartMaker
 from megascale_lightning.loading.parts import Part
@@ -16,7 +15,6 @@ from megascale_lightning.loading.pieces import apply_overlong, count_loss_tokens
 from megascale_lightning.loading.reasons import KEPT, REASONS, TRUNCATED
 from megascale_lightning.loading.samplefields import join_samples, sample_bytes
 from megascale_lightning.rows import Rows
-from megascale_lightning.sources.order import Segment
 from megascale_lightning.sources.parquet import FilePool
 from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.types import IntArray, MetaBlock, PartKey
@@ -43,8 +41,12 @@ class TokenMaker(PartMaker):
 
     def make(self, key: PartKey) -> Part:
         """Read and settle one part; see `PartMaker.make`."""
-        segments, is_last = self._segments(key)
-        return self._assemble(key, [self._read(segment, key.epoch) for segment in segments], is_last)
+        read, is_last = [], False
+        for block, ends in self._blocks(key):
+            with self._placing(block.unit):
+                read.append((block, self._fragment(block, key.epoch)))
+            is_last = ends
+        return self._assemble(key, read, is_last)
 
     def _assemble(self, key: PartKey, read: Sequence[tuple[RecordBlock, Fragment]], is_last: bool) -> Part:
         blocks, fragments = [block for block, _ in read], [fragment for _, fragment in read]
@@ -88,16 +90,7 @@ class TokenMaker(PartMaker):
             records=records[order],
         )
 
-    def _read(self, segment: Segment, epoch: int) -> tuple[RecordBlock, Fragment]:
-        try:
-            return self._read_segment(segment, epoch)
-        except DataError as error:
-            if self._is_placed(error):
-                raise
-            raise self._placed(error, segment.unit) from error
-
-    def _read_segment(self, segment: Segment, epoch: int) -> tuple[RecordBlock, Fragment]:
-        block = self._reader.read(segment.unit, segment.row_start, segment.row_stop)
+    def _fragment(self, block: RecordBlock, epoch: int) -> Fragment:
         if block.table is not None and not self._needs_samples:
             fragment = from_table(self.source.name, block.table, self._fields)
         else:
@@ -105,7 +98,7 @@ class TokenMaker(PartMaker):
             fragment = from_samples(self.source.name, self.runner.run(block, epoch), self._fields, transform)
         if self.source.on_error == "raise":
             self._raise_failure(block, fragment)
-        return block, fragment
+        return fragment
 
     def _raise_failure(self, block: RecordBlock, fragment: Fragment) -> None:
         for index in sorted(fragment.failures):

@@ -10,14 +10,20 @@ from typing import Any, Final
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
-from megascale_lightning.sources.files import FileInfo
+from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.pickled import pickling_problem
-from megascale_lightning.sources.records import RecordBlock
+from megascale_lightning.sources.records import RecordBlock, SourceReader
 from megascale_lightning.sources.source import Source
-from megascale_lightning.types import IntArray
+from megascale_lightning.sources.storage import FileInfo, Storage
 
-__all__ = ["MAX_PICKLED_BYTES", "UNIT_RECORDS", "DatasetReader", "check_portable", "list_units", "resolve_dataset"]
+__all__ = [
+    "MAX_PICKLED_BYTES",
+    "UNIT_RECORDS",
+    "DatasetReader",
+    "check_portable",
+    "resolve_dataset",
+]
 
 UNIT_RECORDS: Final = 1024
 RECORD_BYTES: Final = 16 << 10
@@ -48,13 +54,26 @@ def _is_map_style(data: Any) -> bool:
     return hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
-def list_units(source: Source) -> tuple[tuple[FileInfo, ...], IntArray]:
-    """Index ranges of `UNIT_RECORDS`; the one "file" has the length as its size."""
-    length = len(resolve_dataset(source))
-    starts = range(0, length, UNIT_RECORDS)
-    stops = [min(start + UNIT_RECORDS, length) for start in starts]
-    found = [(0, a, b, b - a, (b - a) * RECORD_BYTES) for a, b in zip(starts, stops, strict=True)]
-    return (FileInfo("<dataset>", length, 0),), np.array(found, UNIT)
+class DatasetFormat(SourceFormat):
+    """A unit is a range of `UNIT_RECORDS` indices."""
+
+    def list_files(self, source: Source, storage: Storage) -> tuple[FileInfo, ...]:
+        """One "file", which has the length of the dataset as its size."""
+        return (FileInfo("<dataset>", len(resolve_dataset(source)), 0),)
+
+    def list_units(self, source: Source, files: Sequence[FileInfo], storage: Storage) -> Listing:
+        """See `SourceFormat`."""
+        length = files[0].size
+        starts = range(0, length, UNIT_RECORDS)
+        stops = [min(start + UNIT_RECORDS, length) for start in starts]
+        found = [(0, a, b, b - a, (b - a) * RECORD_BYTES) for a, b in zip(starts, stops, strict=True)]
+        return Listing(np.array(found, UNIT))
+
+    def make_reader(
+        self, source: Source, manifest: Manifest, columns: Sequence[str] | None, resources: Resources
+    ) -> DatasetReader:
+        """See `SourceFormat`."""
+        return DatasetReader(source, manifest, columns)
 
 
 def check_portable(source: Source, dump: Callable[[Any, Any], None] = pickle.dump) -> None:
@@ -92,7 +111,7 @@ class _Items(Sequence[Any]):
         return (self._dataset[index] for index in self._range)
 
 
-class DatasetReader:
+class DatasetReader(SourceReader):
     """`SourceReader` of a dataset; made on first use, so that a callable runs in the role that reads.
 
     Args:
@@ -153,3 +172,6 @@ def _is_arrow_backed(dataset: Any, columns: Sequence[str]) -> bool:
     if not isinstance(form, Mapping) or not isinstance(names, list) or not hasattr(dataset, "with_format"):
         return False
     return form.get("type") != "custom" and all(column in names for column in columns)
+
+
+FORMAT: Final = DatasetFormat()

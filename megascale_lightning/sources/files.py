@@ -6,33 +6,15 @@ import glob
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, Final, cast
 
-from megascale_lightning.errors import ConfigError, DataError
+from megascale_lightning.errors import ConfigError
+from megascale_lightning.sources.storage import FileInfo, Storage
 
-__all__ = ["FileInfo", "check_unchanged", "expand_braces", "find_files", "is_file_data", "is_url", "open_file"]
+__all__ = ["expand_braces", "find_files", "is_file_data"]
 
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _RANGE: Final = re.compile(r"(\d+)\.\.(\d+)")
-_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
-
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """One file as it was when the run began."""
-
-    path: str
-    """Absolute, or a URL."""
-    size: int
-    """Bytes."""
-    mtime_ns: int
-    """0 where the store does not say."""
-
-
-def is_url(path: str) -> bool:
-    """Whether fsspec has to open it."""
-    return _URL.match(path) is not None
 
 
 def is_file_data(data: Any) -> bool:
@@ -66,17 +48,22 @@ def _choices(body: str) -> list[str] | None:
     return [str(number).zfill(digits) for number in range(int(low), int(high) + step, step)]
 
 
-def find_files(name: str, data: Any) -> tuple[FileInfo, ...]:
+def find_files(name: str, data: Any, storage: Storage | None = None) -> tuple[FileInfo, ...]:
     """All files of source `name`, in list order, those of one glob sorted, each once.
+
+    Args:
+        name: Of the source, for messages.
+        data: As in `Source.data`: a path, a pattern, or a list of these.
+        storage: Where they lie; None: on this machine, or where their URLs say.
 
     Raises:
         ConfigError: A pattern matches nothing, or a path is a directory or missing.
     """
+    storage = storage or Storage()
     found: dict[str, FileInfo] = {}
     for pattern in _patterns(name, data):
         for alternative in expand_braces(pattern):
-            match = _match_url if is_url(alternative) else _match_local
-            for info in match(name, alternative, pattern):
+            for info in _matches(name, alternative, pattern, storage):
                 found.setdefault(info.path, info)
     if not found:
         raise ConfigError(f"source {name!r}: data={data!r} names no file; give a path, a pattern or a list of these")
@@ -95,6 +82,12 @@ def _patterns(name: str, data: Any) -> Iterator[str]:
         )
 
 
+def _matches(name: str, path: str, pattern: str, storage: Storage) -> list[FileInfo]:
+    if storage.is_remote(path):
+        return _match_remote(name, path, pattern, storage)
+    return _match_local(name, path, pattern)
+
+
 def _match_local(name: str, path: str, pattern: str) -> list[FileInfo]:
     path = os.path.abspath(os.path.expanduser(path))
     if os.path.isfile(path):
@@ -107,8 +100,8 @@ def _match_local(name: str, path: str, pattern: str) -> list[FileInfo]:
     return [FileInfo(found, stat.st_size, stat.st_mtime_ns) for found, stat in stats]
 
 
-def _match_url(name: str, url: str, pattern: str) -> list[FileInfo]:
-    fs, path = _filesystem(url)
+def _match_remote(name: str, url: str, pattern: str, storage: Storage) -> list[FileInfo]:
+    fs, path = storage.filesystem(url)
     paths = sorted(fs.glob(path)) if glob.has_magic(path) else [path] if fs.exists(path) else []
     infos = [(found, fs.info(found)) for found in paths]
     files = [FileInfo(fs.unstrip_protocol(found), int(info["size"]), 0) for found, info in infos if _is_file(info)]
@@ -126,41 +119,3 @@ def _nothing(name: str, path: str, pattern: str, *, is_dir: bool) -> ConfigError
         return ConfigError(f"source {name!r}: {path} is a directory; name its files, such as {path}/*.parquet")
     of_pattern = "" if pattern == path else f" (of the pattern {pattern!r})"
     return ConfigError(f"source {name!r}: no file matches {path}{of_pattern}; paths are relative to {os.getcwd()}")
-
-
-def open_file(info: FileInfo) -> BinaryIO:
-    """Open for reading at byte 0; the caller closes it.
-
-    Raises:
-        DataError: The file has another size than when the run began.
-        OSError: It cannot be opened.
-    """
-    if is_url(info.path):
-        fs, path = _filesystem(info.path)
-        return cast("BinaryIO", fs.open(path, "rb"))
-    check_unchanged(info)
-    return open(info.path, "rb")
-
-
-def check_unchanged(info: FileInfo) -> None:
-    """Refuse a local file of another size than when the run began.
-
-    Raises:
-        DataError: As said.
-        OSError: It is gone.
-    """
-    size = os.stat(info.path).st_size
-    if size != info.size:
-        raise DataError(
-            f"file {info.path} has {size} bytes and had {info.size} when the run began; files may not change during a "
-            "run: restore it, or start a new run"
-        )
-
-
-def _filesystem(url: str) -> tuple[Any, str]:
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise ConfigError(f'reading {url} needs fsspec: pip install "fsspec"') from error
-    fs, path = url_to_fs(url)
-    return fs, str(path)

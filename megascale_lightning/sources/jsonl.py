@@ -10,40 +10,46 @@ import numpy as np
 import pyarrow as pa
 
 from megascale_lightning.errors import DataError
-from megascale_lightning.sources.files import FileInfo, open_file
+from megascale_lightning.sources.formats import COMPRESSIONS, Listing, Resources, SourceFormat
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.records import RecordBlock
+from megascale_lightning.sources.records import RecordBlock, SourceReader
 from megascale_lightning.sources.source import Source
-from megascale_lightning.types import IntArray
+from megascale_lightning.sources.storage import FileInfo, Storage
 
-__all__ = ["UNIT_BYTES", "JsonLinesReader", "find_cuts", "list_units"]
+__all__ = ["FORMAT", "UNIT_BYTES", "JsonLinesFormat", "JsonLinesReader", "find_cuts"]
 
 UNIT_BYTES: Final = 8 << 20
-_CODECS: Final[dict[str, Any]] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 _ATTEMPTS: Final = 3
 
 
-def list_units(source: Source, files: Sequence[FileInfo], unit_bytes: int = UNIT_BYTES) -> IntArray:
-    """Units of every file: UNIT [n], rows -1. An empty file has none.
+class JsonLinesFormat(SourceFormat):
+    """A unit is a byte range of about 8 MB cut at newlines, or a whole compressed file."""
 
-    Raises:
-        DataError: A file cannot be read.
-    """
-    found = []
-    for index, info in enumerate(files):
-        if info.size == 0:
-            continue
-        cuts = [0]
-        if _codec(info) is None:
-            try:
-                with open_file(info) as stream:
-                    cuts = find_cuts(stream, info.size, unit_bytes)
-            except OSError as error:
-                raise DataError(f"source {source.name!r}: {info.path} cannot be read: {error}") from error
-        found += [
-            (index, start, stop, -1, stop - start) for start, stop in zip(cuts, [*cuts[1:], info.size], strict=True)
-        ]
-    return np.array(found, UNIT)
+    def list_units(
+        self, source: Source, files: Sequence[FileInfo], storage: Storage, *, unit_bytes: int = UNIT_BYTES
+    ) -> Listing:
+        """Units of every file, their rows -1; see `SourceFormat`. An empty file has none."""
+        found = []
+        for index, info in enumerate(files):
+            if info.size == 0:
+                continue
+            cuts = [0]
+            if _codec(info) is None:
+                try:
+                    with storage.open(info) as stream:
+                        cuts = find_cuts(stream, info.size, unit_bytes)
+                except OSError as error:
+                    raise DataError(f"source {source.name!r}: {info.path} cannot be read: {error}") from error
+            found += [
+                (index, start, stop, -1, stop - start) for start, stop in zip(cuts, [*cuts[1:], info.size], strict=True)
+            ]
+        return Listing(np.array(found, UNIT))
+
+    def make_reader(
+        self, source: Source, manifest: Manifest, columns: Sequence[str] | None, resources: Resources
+    ) -> JsonLinesReader:
+        """See `SourceFormat`."""
+        return JsonLinesReader(source, manifest, resources.storage)
 
 
 def find_cuts(stream: BinaryIO, size: int, unit_bytes: int) -> list[int]:
@@ -70,10 +76,10 @@ def _behind_newline(stream: BinaryIO, position: int) -> int | None:
 
 
 def _codec(info: FileInfo) -> Any:
-    return next((codec for suffix, codec in _CODECS.items() if info.path.endswith(suffix)), None)
+    return next((codec for suffix, codec in COMPRESSIONS.items() if info.path.endswith(suffix)), None)
 
 
-class JsonLinesReader:
+class JsonLinesReader(SourceReader):
     """`SourceReader` of JSON lines. A row is a line that is not blank.
 
     A line that is no UTF-8, no JSON or no object is a failed record; its message has the line's first byte.
@@ -81,11 +87,13 @@ class JsonLinesReader:
     Args:
         source: Named in messages.
         manifest: Its files and units.
+        storage: Opens the files.
     """
 
-    def __init__(self, source: Source, manifest: Manifest) -> None:
+    def __init__(self, source: Source, manifest: Manifest, storage: Storage) -> None:
         self._name = source.name
         self._manifest = manifest
+        self._storage = storage
 
     def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
         """Records of one byte range; see `SourceReader.read`. I/O errors are tried again, then raised."""
@@ -109,7 +117,7 @@ class JsonLinesReader:
         errors: list[Exception] = []
         while len(errors) < _ATTEMPTS:
             try:
-                with open_file(info) as stream:
+                with self._storage.open(info) as stream:
                     codec = _codec(info)
                     if codec is not None:
                         with pa.CompressedInputStream(cast("Any", stream), codec) as plain:
@@ -147,3 +155,6 @@ def _parse(line: bytes, *, is_first: bool) -> tuple[Any, str | None]:
     if not isinstance(record, dict):
         return None, f"holds a {type(record).__name__}, not an object"
     return record, None
+
+
+FORMAT: Final = JsonLinesFormat()

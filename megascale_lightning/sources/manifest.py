@@ -9,10 +9,10 @@ from typing import Final
 
 import numpy as np
 
-from megascale_lightning.sources.files import FileInfo
+from megascale_lightning.sources.storage import FileInfo
 from megascale_lightning.types import IntArray
 
-__all__ = ["UNIT", "FileInfo", "Manifest"]
+__all__ = ["UNIT", "Manifest"]
 
 UNIT: Final = np.dtype(
     [
@@ -32,9 +32,11 @@ class Manifest:
     files: tuple[FileInfo, ...]
     """A dataset has one entry, "<dataset>", whose size is its length."""
     units: IntArray
-    """UNIT [num_units]. Parquet: row groups; JSONL: byte ranges, or a whole compressed file; dataset: index ranges."""
+    """UNIT [num_units]. What a unit is, each format says: a row group, a byte range, a compressed file, ..."""
     format: str
-    """ "parquet", "jsonl" or "dataset"."""
+    """A name of `formats.FORMATS`."""
+    sliced: bool = False
+    """Units are read front to back in slices, whose number is found by reading; then each is a window of its own."""
 
     @property
     def num_units(self) -> int:
@@ -57,6 +59,8 @@ class Manifest:
         for info in self.files:
             hasher.update(f"\0{os.path.basename(info.path)}\0{info.size}".encode())
         hasher.update(np.ascontiguousarray(self.units, UNIT).tobytes())
+        if self.sliced:
+            hasher.update(b"sliced")
         times = [info.mtime_ns for info in self.files]
         if not any(times):
             return hasher.hexdigest()[:12]

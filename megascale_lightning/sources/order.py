@@ -29,7 +29,12 @@ class Segment:
 
 def num_windows(manifest: Manifest, window_units: int) -> int:
     """Windows of one epoch."""
-    return -(-manifest.num_units // window_units)
+    return -(-manifest.num_units // _units_of_a_window(manifest, window_units))
+
+
+def _units_of_a_window(manifest: Manifest, window_units: int) -> int:
+    """A sliced unit is a window by itself: how many parts it has is not known before it was read."""
+    return 1 if manifest.sliced else window_units
 
 
 def window_units_of(
@@ -49,7 +54,8 @@ def window_units_of(
     """
     if not 0 <= window < num_windows(manifest, window_units):
         raise IndexError(f"window {window} of source {source_name!r}, which has {num_windows(manifest, window_units)}")
-    first, last = window * window_units, min((window + 1) * window_units, manifest.num_units)
+    size = _units_of_a_window(manifest, window_units)
+    first, last = window * size, min((window + 1) * size, manifest.num_units)
     if not shuffle:
         return np.arange(first, last, dtype=np.int64)
     return _epoch_units(manifest.num_units, source_name, stream, seed, epoch)[first:last]

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megascale_lightning.errors import ConfigError, DataError
-from megascale_lightning.sources.files import FileInfo, check_unchanged, is_url, open_file
+from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.records import RecordBlock
+from megascale_lightning.sources.records import RecordBlock, SourceReader
 from megascale_lightning.sources.source import Source
-from megascale_lightning.types import IntArray
+from megascale_lightning.sources.storage import FileInfo, Storage
 
-__all__ = ["MAX_OPEN_FILES", "FilePool", "ParquetReader", "list_units"]
+__all__ = ["FORMAT", "MAX_OPEN_FILES", "FilePool", "ParquetFormat", "ParquetReader"]
 
 MAX_OPEN_FILES: Final = 16
 """An open file keeps its footer: about 1 MiB for one of 200 columns."""
@@ -28,29 +28,33 @@ MAX_OPEN_FILES: Final = 16
 _ATTEMPTS: Final = 3
 
 
-def list_units(source: Source, files: Sequence[FileInfo]) -> IntArray:
-    """One unit per row group of each file: UNIT [n]; `bytes` is the uncompressed stored size over all columns.
+class ParquetFormat(SourceFormat):
+    """A unit is a row group; `bytes` is its uncompressed stored size over all columns."""
 
-    Raises:
-        ConfigError: A column that is needed for sure is missing.
-        DataError: A footer cannot be read.
-    """
-    needed = source.columns or (() if source.transform else ("input_ids",))
+    def list_units(self, source: Source, files: Sequence[FileInfo], storage: Storage) -> Listing:
+        """See `SourceFormat`."""
+        needed = source.columns or (() if source.transform or source.transform_batched else ("input_ids",))
 
-    def units_of(index: int) -> list[tuple[int, int, int, int, int]]:
-        info = files[index]
-        try:
-            with open_file(info) as stream:
-                footer = pq.read_metadata(stream)
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"source {source.name!r}: {info.path} is no readable Parquet file: {error}") from error
-        _check_columns(source.name, info, footer.schema.to_arrow_schema().names, needed)
-        groups = (footer.row_group(group) for group in range(footer.num_row_groups))
-        return [(index, g, g + 1, group.num_rows, group.total_byte_size) for g, group in enumerate(groups)]
+        def units_of(index: int) -> list[tuple[int, int, int, int, int]]:
+            info = files[index]
+            try:
+                with storage.open(info) as stream:
+                    footer = pq.read_metadata(stream)
+            except (OSError, pa.ArrowException) as error:
+                raise DataError(f"source {source.name!r}: {info.path} is no readable Parquet file: {error}") from error
+            _check_columns(source.name, info, footer.schema.to_arrow_schema().names, needed)
+            groups = (footer.row_group(group) for group in range(footer.num_row_groups))
+            return [(index, g, g + 1, group.num_rows, group.total_byte_size) for g, group in enumerate(groups)]
 
-    with ThreadPoolExecutor(min(8, len(files))) as threads:
-        found = [unit for units in threads.map(units_of, range(len(files))) for unit in units]
-    return np.array(found, UNIT)
+        with ThreadPoolExecutor(min(8, len(files))) as threads:
+            found = [unit for units in threads.map(units_of, range(len(files))) for unit in units]
+        return Listing(np.array(found, UNIT))
+
+    def make_reader(
+        self, source: Source, manifest: Manifest, columns: Sequence[str] | None, resources: Resources
+    ) -> ParquetReader:
+        """See `SourceFormat`."""
+        return ParquetReader(source, manifest, columns, resources)
 
 
 def _check_columns(name: str, info: FileInfo, there: Sequence[str], needed: Sequence[str]) -> None:
@@ -65,11 +69,10 @@ def _check_columns(name: str, info: FileInfo, there: Sequence[str], needed: Sequ
 class _OpenParquet:
     """One open file, and where the last slice of a row group ended. Touched by one thread at a time."""
 
-    def __init__(self, info: FileInfo) -> None:
-        if not is_url(info.path):
-            check_unchanged(info)
+    def __init__(self, info: FileInfo, storage: Storage) -> None:
+        storage.check_unchanged(info)
         # A local path is read by Arrow itself, without the interpreter lock.
-        self._file = pq.ParquetFile(open_file(info) if is_url(info.path) else info.path)
+        self._file = pq.ParquetFile(storage.open(info) if storage.is_remote(info.path) else info.path)
         self.columns: Sequence[str] = self._file.schema_arrow.names
         self._slices: _SliceCursor | None = None
 
@@ -139,7 +142,7 @@ class FilePool:
             return len(self._idle) + self._leased
 
     @contextmanager
-    def lease(self, info: FileInfo) -> Iterator[_OpenParquet]:
+    def lease(self, info: FileInfo, storage: Storage) -> Iterator[_OpenParquet]:
         """The file for one thread alone; it is closed where the block raises."""
         with self._lock:
             handle = self._idle.pop(info.path, None)
@@ -147,7 +150,7 @@ class FilePool:
             self._shrink()
         try:
             if handle is None:
-                handle = _OpenParquet(info)
+                handle = _OpenParquet(info, storage)
             yield handle
         except BaseException:
             if handle is not None:
@@ -175,21 +178,21 @@ class FilePool:
             handle.close()
 
 
-class ParquetReader:
+class ParquetReader(SourceReader):
     """`SourceReader` of Parquet files.
 
     Args:
         source: Named in messages.
         manifest: Its files and units.
         columns: What to read; None reads every column.
-        pool: Open files, shared with other readers.
+        resources: Open files, shared with other readers, and what opens them.
     """
 
-    def __init__(self, source: Source, manifest: Manifest, columns: Sequence[str] | None, pool: FilePool) -> None:
+    def __init__(self, source: Source, manifest: Manifest, columns: Sequence[str] | None, resources: Resources) -> None:
         self._name = source.name
         self._manifest = manifest
         self._columns = None if columns is None else list(columns)
-        self._pool = pool
+        self._pool, self._storage = resources.pool, resources.storage
 
     def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
         """Records of one row group as a table; see `SourceReader.read`. I/O errors are tried again, then raised."""
@@ -200,7 +203,7 @@ class ParquetReader:
         errors: list[Any] = []
         while len(errors) < _ATTEMPTS:
             try:
-                with self._pool.lease(info) as file:
+                with self._pool.lease(info, self._storage) as file:
                     _check_columns(self._name, info, file.columns, self._columns or ())
                     table = file.read(int(entry["start"]), start, stop, self._columns)
                 return RecordBlock(unit=unit, row_start=start, num_rows=table.num_rows, table=table)
@@ -212,3 +215,6 @@ class ParquetReader:
     def close(self) -> None:
         """Close the idle files of the pool."""
         self._pool.close()
+
+
+FORMAT: Final = ParquetFormat()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megascale_lightning.sources.dataset import DatasetReader
-from megascale_lightning.sources.jsonl import JsonLinesReader
+from megascale_lightning.sources.formats import Resources, load_format
 from megascale_lightning.sources.manifest import Manifest
-from megascale_lightning.sources.parquet import FilePool, ParquetReader
+from megascale_lightning.sources.parquet import FilePool
 from megascale_lightning.sources.records import SourceReader
 from megascale_lightning.sources.source import Source
+from megascale_lightning.sources.storage import Storage
 
 __all__ = ["make_reader"]
 
@@ -25,8 +25,5 @@ def make_reader(
         columns: What to read; None reads all.
         pool: Open files, shared by the readers of one role; None makes one.
     """
-    if manifest.format == "parquet":
-        return ParquetReader(source, manifest, columns, pool or FilePool())
-    if manifest.format == "jsonl":
-        return JsonLinesReader(source, manifest)
-    return DatasetReader(source, manifest, columns)
+    resources = Resources(Storage.of(source), pool or FilePool())
+    return load_format(manifest.format).make_reader(source, manifest, columns, resources)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,20 +28,23 @@ class RecordBlock:
     """Indexing `objects` runs the user's code."""
     failures: Mapping[int, str] = field(default_factory=dict)
     """Index in the block -> what is wrong with the record, its place not included unless finer than (unit, row)."""
+    raw: Mapping[int, bytes] = field(default_factory=dict)
+    """Index in the block -> a failed record as stored, as far as it could be told from its neighbours."""
 
     def samples(self) -> Sequence[Any]:
         """One mapping per record: numpy arrays for lists of numbers, python objects for the rest."""
         if self.objects is not None:
             return self.objects
-        from megascale_lightning.sources.arrow import table_rows
+        from megascale_lightning.sources.arrowcolumns import table_rows
 
         assert self.table is not None
         return table_rows(self.table)
 
 
-class SourceReader(Protocol):
+class SourceReader(ABC):
     """Reads records of one source. Safe to call from several threads."""
 
+    @abstractmethod
     def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
         """Records [row_start, row_stop) of a unit; row_stop -1 is its end.
 
@@ -48,5 +52,17 @@ class SourceReader(Protocol):
             DataError: The unit cannot be read, or lacks a column; names source, file and unit.
         """
 
+    def read_slice(self, unit: int, index: int, slice_bytes: int) -> tuple[RecordBlock, bool]:
+        """A slice of a unit of a sliced manifest, and whether it is the unit's last.
+
+        Slice i holds the records that begin in bytes [i, i + 1) x `slice_bytes` of the unit's plain content; it may be
+        empty. Reading on behind the slice that was read last costs nothing extra; going back starts over.
+
+        Raises:
+            DataError: The unit cannot be read; names source, file and unit.
+        """
+        raise TypeError(f"{type(self).__name__} reads whole units: it has no slice {index} of unit {unit}")
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of files."""

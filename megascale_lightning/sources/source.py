@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
 
 from megascale_lightning.errors import ConfigError
 
-__all__ = ["Format", "OnError", "Overlong", "Source"]
+__all__ = ["Executor", "Format", "OnError", "Overlong", "Source"]
 
-Format = Literal["parquet", "jsonl", "dataset"]
-OnError = Literal["raise", "skip"]
+Format = Literal[
+    "parquet",
+    "arrow",
+    "jsonl",
+    "csv",
+    "text",
+    "webdataset",
+    "megatron",
+    "images",
+    "mds",
+    "litdata",
+    "dataset",
+    "iterable",
+]
+OnError = Literal["raise", "skip", "quarantine"]
+Executor = Literal["inline", "threads", "processes"]
 Overlong = Literal["split", "truncate", "drop", "error"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -30,18 +44,23 @@ class Source:
     name: str
     """Unique in its stream: its name in the state, the reports and the sample ids."""
     data: Any
-    """A path, a glob, a brace pattern (`{000..127}`, `{a,b}`) or a list of these; a torch map-style or Hugging Face
-    dataset; or a callable without arguments that returns one."""
+    """A path, a glob, a brace pattern (`{000..127}`, `{a,b}`), an fsspec URL or a list of these; a torch map-style or
+    Hugging Face dataset; or a callable without arguments that returns one, or an iterable."""
     _: KW_ONLY
     weight: float = 1.0
     """Share in the mixture, relative to the other sources; 0 is legal and never drawn."""
     format: Format | None = None
-    """Found from the file name when None."""
+    """Found from the file name, or from what lies in the folder, when None."""
+    format_options: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the format, such as `{"delimiter": ";"}` for CSV; see docs/sources.md."""
     columns: tuple[str, ...] | None = None
     """What to read; None reads what the rows need: every column where a `transform` is given or rows are collated."""
     transform: Callable[..., Any] | None = None
     """`transform(sample)` or `transform(sample, rng)`, run in the loader before planning: dict in, dict out, or None to
     drop the sample. `rng` is a `numpy.random.Generator` derived from (seed, sample id)."""
+    transform_batched: Callable[..., Any] | None = None
+    """The same over many records at once, in place of `transform`: `transform_batched(columns)` or with `rng`, a
+    mapping of lists in, a mapping of as many values each out, or a list of dicts and None."""
     length: str | Callable[[Any], int] | None = None
     """A column with the length in tokens, or a function of the transformed sample; default: that of `input_ids`, or as
     `CollatedRows` says."""
@@ -50,11 +69,23 @@ class Source:
     shuffle: bool = True
     """Whether units and records are permuted (seeded)."""
     on_error: OnError = "raise"
-    """What happens to a record that cannot be read or transformed."""
+    """What happens to a record that cannot be read or transformed. "quarantine" drops it as "skip" does, and writes
+    down which it was and why."""
+    max_bad_fraction: float | None = None
+    """More dropped records than this share of those read so far, at least 100, end the run; None: no limit."""
     overlong: Overlong = "split"
     """What happens to a sample longer than a row."""
     thread_safe: bool = False
     """The transform may run on several threads at once."""
+    executor: Executor = "inline"
+    """Where transforms run: in the loader's thread, on threads beside it (for code that releases the interpreter lock;
+    needs `thread_safe=True` or a transform that takes `rng`), or in processes."""
+    num_workers: int | None = None
+    """Threads or processes of `executor`; None: as many as there are cores."""
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    """Keywords of the fsspec filesystem, credentials among them: handed to the loaders, and written down nowhere."""
+    filesystem: Any = field(default=None, repr=False)
+    """An fsspec or pyarrow filesystem to read with, in place of the one that the URL names."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -73,13 +104,34 @@ class Source:
             found.append(f"weight must be a finite number of at least 0, not {self.weight!r}")
         if self.epochs is not None and (not isinstance(self.epochs, int) or self.epochs < 1):
             found.append(f"epochs must be a whole number of at least 1, or None for endless, not {self.epochs!r}")
+        found += self._numbers_and_kinds()
         for name, value, choices in (
             ("format", self.format, (None, *get_args(Format))),
             ("on_error", self.on_error, get_args(OnError)),
+            ("executor", self.executor, get_args(Executor)),
             ("overlong", self.overlong, get_args(Overlong)),
         ):
             if value not in choices:
                 found.append(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
-        if self.transform is not None and not callable(self.transform):
-            found.append(f"transform must be callable, not {type(self.transform).__name__}")
+        return found
+
+    def _numbers_and_kinds(self) -> list[str]:
+        found = [
+            f"{name} must be callable, not {type(value).__name__}"
+            for name in ("transform", "transform_batched")
+            if (value := getattr(self, name)) is not None and not callable(value)
+        ]
+        found += [
+            f"{name} must be a mapping, not {type(value).__name__}"
+            for name in ("format_options", "storage_options")
+            if (value := getattr(self, name)) is not None and not isinstance(value, Mapping)
+        ]
+        if self.transform is not None and self.transform_batched is not None:
+            found.append("transform and transform_batched are two ways to say the same; give one")
+        bad = self.max_bad_fraction
+        if bad is not None and not (isinstance(bad, (int, float)) and 0 <= bad < 1):
+            found.append(f"max_bad_fraction must be a number from 0 to below 1, not {bad!r}")
+        workers = self.num_workers
+        if workers is not None and (not isinstance(workers, int) or workers < 1):
+            found.append(f"num_workers must be a whole number of at least 1, not {workers!r}")
         return found

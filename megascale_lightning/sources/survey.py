@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
-from megascale_lightning.errors import ConfigError, EmptySourceError
-from megascale_lightning.sources import dataset, jsonl, parquet
-from megascale_lightning.sources.files import FileInfo, find_files, is_file_data
+from megascale_lightning.errors import EmptySourceError
+from megascale_lightning.sources import dataset
+from megascale_lightning.sources.files import find_files, is_file_data
+from megascale_lightning.sources.formats import find_file_format, load_format
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.source import Source
+from megascale_lightning.sources.storage import FileInfo, Storage
 
 __all__ = ["build_manifest", "find_format"]
-
-_SUFFIXES: Final = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-_COMPRESSED: Final = (".gz", ".zst", ".bz2", ".lz4")
 
 
 def build_manifest(
@@ -39,23 +37,19 @@ def build_manifest(
         EmptySourceError: There is no record at all.
         DataError: A file cannot be read.
     """
-    kind = find_format(source)
-    if kind == "dataset":
-        if portable:
-            dataset.check_portable(source, dump)
-        files, units = dataset.list_units(source)
-    elif kind == "parquet":
-        files = files or find_files(source.name, source.data)
-        units = parquet.list_units(source, files)
-    else:
-        files = files or find_files(source.name, source.data)
-        units = jsonl.list_units(source, files)
+    storage = Storage.of(source)
+    kind = find_format(source, storage)
+    if kind == "dataset" and portable:
+        dataset.check_portable(source, dump)
+    form = load_format(kind)
+    files = files or form.list_files(source, storage)
+    units, sliced = form.list_units(source, files, storage)
     if not units["rows"].any():
         raise EmptySourceError(f"source {source.name!r}: its {len(files)} files hold no record ({files[0].path}, ...)")
-    return Manifest(files, units, kind)
+    return Manifest(files, units, kind, sliced)
 
 
-def find_format(source: Source) -> str:
+def find_format(source: Source, storage: Storage) -> str:
     """The format as declared, or by the first file's name.
 
     Raises:
@@ -65,17 +59,4 @@ def find_format(source: Source) -> str:
         return source.format
     if not is_file_data(source.data):
         return "dataset"
-    path = find_files(source.name, source.data)[0].path
-    stem, suffix = os.path.splitext(path)
-    if suffix in _COMPRESSED:
-        stem, suffix = os.path.splitext(stem)
-        found = "jsonl" if _SUFFIXES.get(suffix) == "jsonl" else None
-    else:
-        found = _SUFFIXES.get(suffix)
-    if found is None:
-        known = ", ".join(_SUFFIXES)
-        raise ConfigError(
-            f"source {source.name!r}: the format of {path} is not told by its name (known: {known}; .jsonl also with "
-            f'{", ".join(_COMPRESSED)}); set format="parquet" or "jsonl"'
-        )
-    return found
+    return find_file_format(source, [info.path for info in find_files(source.name, source.data, storage)])

@@ -7,7 +7,8 @@ import pytest
 
 from megascale_lightning.errors import ConfigError, DataError, EmptySourceError
 from megascale_lightning.sources import Source, build_manifest
-from megascale_lightning.sources.files import expand_braces, find_files, open_file
+from megascale_lightning.sources.files import expand_braces, find_files
+from megascale_lightning.sources.storage import Storage
 
 
 def names(infos):
@@ -52,7 +53,7 @@ def test_a_url_is_read_through_fsspec():
     fs.pipe("/urls/b.jsonl", b'{"input_ids": [2]}\n')
     manifest = build_manifest(Source("m", "memory://urls/*.jsonl"))
     assert [info.size for info in manifest.files] == [19, 19]
-    with open_file(manifest.files[1]) as stream:
+    with Storage().open(manifest.files[1]) as stream:
         assert b"[2]" in stream.read()
     with pytest.raises(ConfigError, match="no file matches"):
         find_files("m", "memory://urls/none-*.jsonl")
@@ -62,7 +63,7 @@ def test_a_changed_file_is_refused(shards):
     info = find_files("s", str(shards / "t-0.jsonl"))[0]
     (shards / "t-0.jsonl").write_text("longer than before, by far\n")
     with pytest.raises(DataError, match="had 22 when the run began"):
-        open_file(info)
+        Storage().open(info)
 
 
 def test_manifest_digest_follows_content_not_place(shards, tmp_path_factory):

@@ -8,16 +8,19 @@ from hypothesis import strategies as st
 
 from megascale_lightning.errors import DataError
 from megascale_lightning.sources import Source, build_manifest, make_reader
-from megascale_lightning.sources.jsonl import JsonLinesReader, find_cuts, list_units
+from megascale_lightning.sources.jsonl import FORMAT, JsonLinesReader, find_cuts
 from megascale_lightning.sources.manifest import Manifest
+from megascale_lightning.sources.storage import Storage
 
 
 def reader_of(path, data, unit_bytes):
     path.write_bytes(data)
     source = Source("s", str(path))
     manifest = build_manifest(source)
-    manifest = Manifest(manifest.files, list_units(source, manifest.files, unit_bytes), "jsonl")
-    return JsonLinesReader(source, manifest), manifest
+    manifest = Manifest(
+        manifest.files, FORMAT.list_units(source, manifest.files, Storage(), unit_bytes=unit_bytes).units, "jsonl"
+    )
+    return JsonLinesReader(source, manifest, Storage()), manifest
 
 
 def test_any_unit_size_gives_the_same_records(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from megascale_lightning.errors import ConfigError, DataError, EmptySourceError
 from megascale_lightning.sources import Source, build_manifest, make_reader
-from megascale_lightning.sources.arrow import list_column, scalar_column, table_rows
+from megascale_lightning.sources.arrowcolumns import list_column, scalar_column, table_rows
 from megascale_lightning.sources.parquet import FilePool
 
 
