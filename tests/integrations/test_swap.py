@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from megascale_lightning import PackedRows
+from megascale_lightning import MegaScaleWarning, PackedRows
 from tests.integrations.swapped import (
     CROP_BATCHES,
     FACE_BATCHES,
@@ -190,6 +190,17 @@ class TestSteps:
         assert len(train) == 36
         assert [entry for entry in again.seen if entry[0] == "train"] == train[20:]
         assert resumed.certificate == data.certificate
+
+    def test_a_checkpoint_from_before_the_swap_brings_the_given_ones_state(self, tmp_path: Path) -> None:
+        """The data begin anew, which is said; what the DataModule keeps itself is there again."""
+        given, other = PictureData(), PictureData()
+        given.seen_by_state = 7
+        fit(given, Events(), max_epochs=1).save_checkpoint(tmp_path / "plain.ckpt")
+        model = Events()
+        with pytest.warns(MegaScaleWarning, match="holds no position in the data"):
+            L.Trainer(**QUIET, max_epochs=2).fit(model, datamodule=adopt(other), ckpt_path=tmp_path / "plain.ckpt")
+        assert other.seen_by_state == 7
+        assert [event[:1] for event in model.events if event[0] != "val"].count((1,)) == 12
 
     def test_steps_alone_still_mean_epochs(self) -> None:
         """`Trainer(max_steps=...)` goes round a DataLoader as often as it needs."""

@@ -241,6 +241,12 @@ class AdoptedDataModule(MegaScaleDataModule):
         """Go on from what `position()` gave, or from what stands beside the given module's state."""
         super().load_position({name: value for name, value in position.items() if name != _OWN_STATE}, lists)
 
+    def take_over(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the given module the state that it saved itself, in a run before it was taken over."""
+        own = checkpoint.get(type(self.wrapped).__qualname__)
+        if own:
+            self.wrapped.load_state_dict(own)
+
     # --- as if it were the given one --------------------------------------------------------------------------------
 
     @property

@@ -78,6 +78,7 @@ class MegaScaleStateCallback(L.Callback):
             return
         state = _find_state(checkpoint, type(self._data).__qualname__)
         if state is None:
+            self._data.take_over(checkpoint)
             if trainer.is_global_zero and self._data.next_step == 0:
                 warnings.warn(
                     "the checkpoint holds no position in the data (saved by a run without MegaScaleDataModule?): the "

@@ -86,6 +86,13 @@ class Positioned(L.LightningDataModule):
         if self._train is not None:
             self._load(self._state, lists)
 
+    def take_over(self, checkpoint: Mapping[str, Any]) -> None:
+        """Find what is for this DataModule in a checkpoint without a position: nothing, unless a subclass knows better.
+
+        Args:
+            checkpoint: As Lightning loaded it.
+        """
+
     def set_mixture(self, weights: Mapping[str, float], at_step: int | None = None) -> int | None:
         """Draw with other weights from a step on; rank 0's word counts, on the others it does nothing.
 
