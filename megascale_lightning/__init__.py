@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from megascale_lightning.config import LoaderConfig, Mixture
 from megascale_lightning.errors import (
     ConfigError,
+    CorruptDataError,
     DataError,
     EmptySourceError,
     ForkError,
@@ -45,6 +46,7 @@ __all__ = [
     "ClientPlaceTree",
     "CollatedRows",
     "ConfigError",
+    "CorruptDataError",
     "DataError",
     "EmptySourceError",
     "ForkError",

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, Union
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.rows import Rows, positive
 from megascale_lightning.sources.source import Source
+from megascale_lightning.sources.stores.secrets import redact, without_secrets
 
 __all__ = ["EVAL_KINDS", "LoaderConfig", "Mixture", "Sources"]
 
 EVAL_KINDS: Final = ("val", "test", "predict")
 """Kinds of evaluation streams; their names are `val/0`, `val/1`, ..."""
 
-Sources: TypeAlias = Sequence[Source] | Mapping[str, Any]
+if TYPE_CHECKING:
+    Sources: TypeAlias = Sequence[Source] | Mapping[str, Any]
+else:
+
+    class SecretSettings:
+        """Stands for settings with secrets where LightningCLI parses and prints: see `mask_printed_settings`."""
+
+    Sources = Union[SecretSettings, Sequence[Source], Mapping[str, Any]]  # noqa: UP007 - evaluated by Python 3.10
 """A list of `Source`, or a mapping by name of these or of their keywords (as a YAML file has them)."""
 
 
@@ -84,15 +94,25 @@ class LoaderConfig:
     """What happens to a last step with too few rows."""
     steps_per_epoch: int | None = None
     """Steps that `len()` and one trainer epoch have; None: the loader is unsized, unless a pass has a known length."""
-    val_sources: Sequence[Source] | Mapping[str, Any] = ()
+    val_sources: Sources = ()
     """Sources of the validation streams: a list for one loader, a mapping of lists for several."""
-    test_sources: Sequence[Source] | Mapping[str, Any] = ()
+    test_sources: Sources = ()
     """Sources of the test streams, likewise."""
-    predict_sources: Sequence[Source] | Mapping[str, Any] = ()
+    predict_sources: Sources = ()
     """Sources of the prediction streams, likewise."""
     eval_rows: Rows | Mapping[str, Rows] | None = None
     """Rows of the evaluation streams where they are others than `rows`: of all, or by kind (`val`) or stream
     (`val/0`)."""
+    quarantine_dir: str | None = None
+    """Folder for the lists of records that `on_error="quarantine"` left out, `<stream>/<source>.jsonl`; None:
+    `megascale_quarantine` in the working directory of rank 0."""
+    env: Sequence[str] = ()
+    """Names of environment variables whose values in rank 0's process the loaders get, on every node: credentials that
+    a store's client looks for. Those that `storage_options` name as `env:NAME` need not be here."""
+    cache_dir: str | None = None
+    """Folder on every node for blocks of remote files, shared by its loaders; None: nothing is kept."""
+    cache_bytes: int = 64 << 30
+    """What may lie in `cache_dir`; what is used least recently goes first."""
     force_resume: Sequence[str] = ()
     """Names of settings that may differ from those of the checkpoint."""
     restart_timeout: float = 120.0
@@ -112,13 +132,14 @@ class LoaderConfig:
         for name, choices in (("runtime", ("ray", "local")), ("last_step", ("fill", "drop"))):
             if getattr(self, name) not in choices:
                 found.append(f"{name} must be one of {choices}, not {getattr(self, name)!r}")
+        found += _storage_problems(self)
         found += self._rows_problems()
         streams = self.streams()
         if not streams:
             found.append("there are no sources: give sources=[...], or val_sources, test_sources or predict_sources")
         for stream, sources in streams.items():
             found += _check_sources(stream, sources)
-        found += self._weight_problems()
+        found += self._weight_problems() + _folder_problems(self)
         if found:
             raise ConfigError("; ".join(found))
 
@@ -192,6 +213,13 @@ class LoaderConfig:
         return found
 
 
+def _folder_problems(config: LoaderConfig) -> list[str]:
+    folder = config.quarantine_dir
+    if folder is None or (isinstance(folder, (str, os.PathLike)) and str(folder) and "://" not in str(folder)):
+        return []
+    return [f"quarantine_dir must be a folder on a disk of the loaders' machines, not {folder!r}"]
+
+
 def weight_problems(given: str, weights: Mapping[str, Any]) -> list[str]:
     """What is wrong with weights by name."""
     bad = {name: w for name, w in weights.items() if not _is_weight(w)}
@@ -203,7 +231,7 @@ def _is_weight(value: Any) -> bool:
 
 
 def _number_problems(config: LoaderConfig) -> list[str]:
-    names = ("window_units", "part_bytes", "loader_buffer_bytes", "mixture_lead_steps")
+    names = ("window_units", "part_bytes", "loader_buffer_bytes", "mixture_lead_steps", "cache_bytes")
     found = positive(**{name: getattr(config, name) for name in names})
     for name in ("global_batch_size", "num_loaders", "plan_window", "steps_per_epoch"):
         if getattr(config, name) is not None:
@@ -216,16 +244,53 @@ def _number_problems(config: LoaderConfig) -> list[str]:
     return found
 
 
+def _storage_problems(config: LoaderConfig) -> list[str]:
+    found = []
+    names = config.env
+    if isinstance(names, (str, Mapping)) or not all(isinstance(name, str) and "=" not in name for name in names):
+        found.append("env must be a list of names of environment variables, such as ['AWS_PROFILE']; no values")
+    folder = config.cache_dir
+    if folder is not None and (not isinstance(folder, (str, os.PathLike)) or not str(folder) or "://" in str(folder)):
+        found.append(f"cache_dir must be a folder of this machine, not {without_secrets(folder)!r}")
+    if config.runtime != "local":
+        for stream, sources in config.streams().items():
+            found += [f"stream {stream!r}: {problem}" for source in sources if (problem := _travel_problem(source))]
+    return found
+
+
+def _travel_problem(source: Source) -> str | None:
+    """Why the filesystem of a source cannot be handed to the loaders' processes."""
+    if source.filesystem is None:
+        return None
+    try:
+        pickle.dumps(source.filesystem)
+    except Exception as error:  # whatever the filesystem's own code raises
+        return (
+            f"source {source.name!r}: its filesystem, a {type(source.filesystem).__name__}, does not pickle "
+            f"({redact(str(error))}), and the loaders run in other processes: give a URL and storage_options, or set "
+            "runtime='local'"
+        )
+    return None
+
+
 def _settle_sources(what: str, sources: Any) -> tuple[Source, ...]:
     """The sources of one stream, whatever form they were given in."""
     if isinstance(sources, Mapping):
         return tuple(_named_source(what, str(name), given) for name, given in sources.items())
     if isinstance(sources, (Source, str)) or not isinstance(sources, Sequence):
         raise ConfigError(f"{what} must be a list of Source, or a mapping by name, not a {type(sources).__name__}")
-    for source in sources:
-        if not isinstance(source, Source):
-            raise ConfigError(f"{what} must hold Source, not {type(source).__name__}: {source!r}")
-    return tuple(sources)
+    return tuple(_one_source(what, given) for given in sources)
+
+
+def _one_source(what: str, given: Any) -> Source:
+    """A source of a list; a mapping has its name inside, and may be in class_path form."""
+    if isinstance(given, Source):
+        return given
+    settings = given.get("init_args", given) if isinstance(given, Mapping) else None
+    if not isinstance(settings, Mapping) or "name" not in settings:
+        shown = redact(repr(without_secrets(given)))
+        raise ConfigError(f"{what} must hold Source, not {type(given).__name__}: {shown}")
+    return _named_source(what, str(settings["name"]), settings)
 
 
 def _named_source(what: str, name: str, given: Any) -> Source:
@@ -234,7 +299,8 @@ def _named_source(what: str, name: str, given: Any) -> Source:
             raise ConfigError(f"{what}: the source under {name!r} is named {given.name!r}; the two must agree")
         return given
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{what}: {name!r} must be a Source, or a mapping of its settings, not {given!r}")
+        shown = redact(repr(without_secrets(given)))
+        raise ConfigError(f"{what}: {name!r} must be a Source, or a mapping of its settings, not {shown}")
     known = {field.name for field in fields(Source)} - {"name"}
     unknown = sorted(set(given) - known - {"name"})
     if unknown:
@@ -243,19 +309,27 @@ def _named_source(what: str, name: str, given: Any) -> Source:
         hint = f"; weights= changes one weight alone (--data.weights.{name}=...)" if "weight" in given else ""
         raise ConfigError(f"{what}: {name!r} has no data{hint}")
     settings = {**given, "name": name}
-    if isinstance(settings.get("transform"), str):
-        settings["transform"] = _imported(name, settings["transform"])
+    classes = [key for key, value in settings.items() if isinstance(value, Mapping) and "class_path" in value]
+    if classes:
+        # Settings come out of checkpoints, too: no code but the user's own call is run.
+        raise ConfigError(
+            f"{what}: {name!r} has class paths in {classes}, which nobody made objects of. LightningCLI does so where "
+            "no literal secret stands in storage_options (write env:NAME); else give a dotted path, or the object"
+        )
+    for setting in ("transform", "transform_batched"):
+        if isinstance(settings.get(setting), str):
+            settings[setting] = _imported(name, setting, settings[setting])
     return Source(**settings)
 
 
-def _imported(source: str, path: str) -> Any:
+def _imported(source: str, setting: str, path: str) -> Any:
     """What a dotted path names, `package.module.function`."""
     module, _, attribute = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"source {source!r}: transform={path!r} cannot be imported ({error}); give package.module.function"
+            f"source {source!r}: {setting}={path!r} cannot be imported ({error}); give package.module.function"
         ) from error
 
 

@@ -3,6 +3,7 @@
     MegaScaleError
     ├── ConfigError (ValueError)      what the user set is wrong, or does not fit together
     ├── DataError (ValueError)        a record, a file or a transform is at fault; names source, file, unit and row
+    │   ├── CorruptDataError          stored bytes are broken for good; names source, file and unit
     │   ├── EmptySourceError          a whole epoch of a source gave nothing
     │   └── ReplayError               the same record gave other metadata the second time
     ├── StateError (ValueError)       a saved state is unreadable, of another version, or of other data
@@ -19,6 +20,7 @@ Messages say what was given, what is allowed and what to do.
 
 __all__ = [
     "ConfigError",
+    "CorruptDataError",
     "DataError",
     "EmptySourceError",
     "ForkError",
@@ -45,6 +47,15 @@ class ConfigError(MegaScaleError, ValueError):
 
 class DataError(MegaScaleError, ValueError):
     """A record, a file or a transform is at fault."""
+
+
+class CorruptDataError(DataError):
+    """The stored bytes of a unit are broken for good: cut short, a wrong magic number, checksum or compression.
+
+    Readers raise it for what reading again cannot mend, and `on_error` decides about all records of the unit. What may
+    be read tomorrow (a missing file, an error of the disk, of the network, of permissions) is a `DataError`, which
+    always ends the run: else a flaky disk could change the stream.
+    """
 
 
 class EmptySourceError(DataError):

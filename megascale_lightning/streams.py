@@ -21,6 +21,10 @@ class SourceSpec:
     """As declared; what is in force at a step is in the step's state."""
     epochs: int | None
     """None: endless."""
+    max_bad_fraction: float | None = None
+    """As in `Source`."""
+    quarantine: str = ""
+    """The file that lists its bad records, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

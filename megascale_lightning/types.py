@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "BAD_REASONS",
     "ORDER_VERSION",
     "PIECE",
     "SOURCE_STATE",
@@ -34,6 +35,9 @@ __all__ = [
 
 ORDER_VERSION: Final = 1
 """Version of the rules that turn data and config into an order of samples (law 1)."""
+
+BAD_REASONS: Final = ("read_error", "transform_error")
+"""Reasons for which a record is dropped because it is bad, and not by a policy: `Source.on_error` is about these."""
 
 IntArray = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float64]
@@ -163,6 +167,9 @@ class LoaderState:
     """Passes completed: of a stream in passes, the epoch that every source is in or waits for."""
     changes: tuple[MixtureChange, ...] = ()
     """Changes to come, by step; one of `step` itself is not in `sources` yet."""
+    checked: tuple[tuple[int, int], ...] = ()
+    """Per source with a `max_bad_fraction`: records passed since it was set, and the bad ones among them; (0, 0) for
+    others. Empty: nothing was counted yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

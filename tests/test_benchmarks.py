@@ -42,6 +42,39 @@ def test_text_throughput_ends_with_one_line_of_json():
     assert not {"host", "hostname", "node"} & set(found["machine"])
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_tokenize_ends_with_one_line_of_json():
+    pytest.importorskip("tokenizers")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "tokenize.py"), "--quick", "--json"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not found["problems"]
+    assert found["share_of_bare"] == min(found["share_of_bare_by_format"].values()) > 0
+    assert found["vs_dataloader"] == min(found["vs_dataloader_by_format"].values()) > 0
+    assert set(found["loaders"]) == {
+        f"{a}/{b}" for a in ("bare", "dataloader", "megascale") for b in ("jsonl", "parquet")
+    }
+    counts = {measured["tokens"] for measured in found["loaders"].values()}
+    assert len(counts) == 1, "all of them give every token once"
+    assert all(measured["cpu_s"] > 0 for measured in found["loaders"].values())
+
+
+def test_the_benchmark_of_that_name_does_not_hide_the_standard_library():
+    code = "import tokenize; print(tokenize.generate_tokens.__module__, tokenize.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("tokenize ")
+    assert str(BENCHMARKS) not in done.stdout
+
+
 def test_corpus_is_the_same_on_every_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from text_corpus import NUM_SOURCES, CorpusSize, corpus_files, write_corpus

@@ -36,7 +36,7 @@ def test_malicious_releases_are_excluded():
 
 
 def test_core_dependencies_are_the_few_that_are_meant():
-    assert set(CORE) == {"fsspec", "lightning", "numpy", "packaging", "pyarrow", "ray", "torch"}
+    assert set(CORE) == {"fsspec", "lightning", "numpy", "packaging", "pyarrow", "pyyaml", "ray", "torch"}
 
 
 def test_no_dependency_is_pinned():
@@ -47,7 +47,7 @@ def test_no_dependency_is_pinned():
 
 def test_extras():
     extras = PROJECT["optional-dependencies"]
-    assert set(extras) == {"accelerate", "all", "bench", "cli", "dev", "hf", "images", "video"}
+    assert set(extras) == {"accelerate", "all", "bench", "cli", "dev", "hf", "http", "images", "video"}
     (everything,) = map(Requirement, extras["all"])
     assert everything.extras == set(extras) - {"all", "dev"}
 

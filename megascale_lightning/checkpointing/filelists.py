@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from megascale_lightning.errors import StateError
-from megascale_lightning.sources.storage import FileInfo
+from megascale_lightning.sources.stores.storage import FileInfo
 
 __all__ = [
     "FILES_KEY",

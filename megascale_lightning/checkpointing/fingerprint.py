@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,7 +20,9 @@ SOURCE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "overlong": "split",
         "on_error": "raise",
         "transform": None,
+        "transform_batched": None,
         "length": None,
+        "format_options": None,
     }
 )
 """Settings of a source that the order depends on; one that has this value is not in the table."""
@@ -84,7 +87,10 @@ def order_fingerprint(config: LoaderConfig, *, stream: str, global_batch_size: i
     for source in config.streams()[stream]:
         for field, default in SOURCE_DEFAULTS.items():
             value = getattr(source, field)
-            value = _name(value) if field in ("transform", "length") else value
+            value = _name(value) if field in ("transform", "transform_batched", "length") else value
+            value = "skip" if value == "quarantine" else value  # the same samples
+            if field == "format_options":
+                value = json.dumps(value, sort_keys=True, default=str) if value else None
             if value != default:
                 table[f"sources.{source.name}.{field}"] = value
     return table

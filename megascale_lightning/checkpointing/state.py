@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from megascale_lightning.checkpointing.checking import check_saved
 from megascale_lightning.checkpointing.migrations import STATE_VERSION, migrate
 from megascale_lightning.checkpointing.packing import pack_array, pack_records, unpack_array, unpack_records
 from megascale_lightning.errors import StateError
@@ -45,10 +46,13 @@ def to_json(state: LoaderState, names: Sequence[str]) -> dict[str, Any]:
     What is packed refers to sources by their rank in the sorted names.
     """
     sources = {}
-    for name, saved, dropped in zip(names, state.sources, state.dropped, strict=True):
+    checked = state.checked or [(0, 0)] * len(names)
+    for name, saved, dropped, (records, bad) in zip(names, state.sources, state.dropped, checked, strict=True):
         position = {field: int(saved[field]) for field in _POSITION}
         debts = {"share": float(saved["share"]), "given": float(saved["given"])}
         sources[name] = {**position, **debts, "dropped": {reason: int(n) for reason, n in dropped.items()}}
+        if records:
+            sources[name]["checked"] = {"records": records, "bad": bad}
     by_name = np.argsort(names, kind="stable")
     return {
         "version": STATE_VERSION,
@@ -78,6 +82,7 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str], *, sources_may_dif
     Raises:
         StateError: It is incomplete, or of other sources.
     """
+    check_saved(saved)
     try:
         _check_names(sorted(saved["sources"]), sorted(names), sources_may_differ)
         known = sorted(saved["sources"])
@@ -90,17 +95,15 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str], *, sources_may_dif
             sources[index]["weight"] = weights[name]
             for field in (*_POSITION, "share", "given"):
                 sources[index][field] = saved["sources"][name][field]
-        certificate = bytes.fromhex(saved["certificate"])
-        if int(saved["step"]) < 0 or len(certificate) != 32:
-            raise ValueError(f"step {saved['step']!r}, certificate of {len(certificate)} bytes")
         return LoaderState(
             step=int(saved["step"]),
-            ended=bool(saved["ended"]),
+            ended=saved["ended"],
             sources=sources,
             dropped=tuple(dict(saved["sources"][n]["dropped"]) if n in saved["sources"] else {} for n in names),
             carry=_carry_from_json(saved["carry"], known, names),
-            certificate=certificate,
+            certificate=bytes.fromhex(saved["certificate"]),
             passes=int(saved["pass"]),
+            checked=tuple(_checked(saved["sources"].get(n, {})) for n in names),
             changes=tuple(
                 MixtureChange(int(step), _weights_of(unpack_array(packed, np.float64), known, names))
                 for step, packed in saved["mixture"]["changes"]
@@ -146,7 +149,15 @@ def restart(state: LoaderState, sources: Collection[int]) -> LoaderState:
         if carried:
             dropped[index]["forced_resume"] = dropped[index].get("forced_resume", 0) + carried
     kept = ~np.isin(state.carry["source"], list(sources))
-    return replace(state, sources=positions, dropped=tuple(dropped), carry=state.carry[kept])
+    # Other data, or other settings: what was bad before says nothing about them.
+    checked = tuple((0, 0) if index in sources else counts for index, counts in enumerate(state.checked))
+    return replace(state, sources=positions, dropped=tuple(dropped), carry=state.carry[kept], checked=checked)
+
+
+def _checked(source: Mapping[str, Any]) -> tuple[int, int]:
+    """Not in the state of a source without a limit, nor in those of before there were limits."""
+    found = source.get("checked", {"records": 0, "bad": 0})
+    return int(found["records"]), int(found["bad"])
 
 
 def _check_names(saved: Sequence[str], ours: Sequence[str], may_differ: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.errors import StreamError
+from megascale_lightning.rows import CollatedRows
 from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import BatchWindow, IntArray, LoaderState, MixtureChange
 
@@ -32,15 +34,21 @@ class WindowInfos:
             )
         self._window, self._size = window, size
         self._num_groups = spec.num_groups
+        self._used = np.full(window.num_steps, window.num_microbatches)
+        if isinstance(spec.rows, CollatedRows):
+            # A row is a sample, and a target. Microbatches without one on any rank are left out: they are the last.
+            self._used = np.clip(-(-window.step_loss_tokens // (size * spec.num_groups)), 1, window.num_microbatches)
         self._source_names = tuple(source.name for source in spec.sources)
         self._loss_bounds = running_sum(window.pieces["loss_tokens"])
         self._states = [_own(state) for state in window.states]
 
-    def indices(self, first_step: int | None = None) -> range:
+    def indices(self, first_step: int | None = None) -> Iterator[int]:
         """Microbatches of the window from a step on, counted from its start; None: all of them."""
         window = self._window
         skipped = 0 if first_step is None else first_step - window.first_step
-        return range(skipped * window.num_microbatches, window.num_steps * window.num_microbatches)
+        for step in range(skipped, window.num_steps):
+            first = step * window.num_microbatches
+            yield from range(first, first + int(self._used[step]))
 
     def pieces_of(self, index: int) -> slice:
         """Where the pieces of a microbatch stand in the window."""
@@ -70,7 +78,7 @@ class WindowInfos:
         window, states = self._window, self._states
         step, microbatch = divmod(index, window.num_microbatches)
         pieces = self.pieces_of(index)
-        is_last_in_step = microbatch == window.num_microbatches - 1
+        is_last_in_step = microbatch == self._used[step] - 1
         return BatchInfo(
             step=window.first_step + step,
             microbatch=microbatch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from megascale_lightning.client.mixture import PendingChanges, merged_weights
 from megascale_lightning.client.reader import InlineReader, StreamReader
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.errors import ConfigError, StreamError
+from megascale_lightning.loading.showing import ShownSample
 from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.types import BatchWindow, LoaderState, StepReport
 
@@ -109,7 +110,7 @@ class MegaScaleLoader:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of one step on this rank."""
+        """Microbatches of one step on this rank; a last step of `CollatedRows` may have fewer."""
         return self._spec.num_microbatches
 
     @property
@@ -129,12 +130,13 @@ class MegaScaleLoader:
             TypeError: The loader is unsized: `steps_per_epoch` is not set, and it goes in no passes whose length is
                 known before the data are read.
         """
-        steps = self._steps_per_epoch
-        if steps is None and (self._spec.passes or self.stream != "train"):
-            steps = self._session.pass_steps(self.stream)
-        if steps is None:
+        if self._steps_per_epoch is not None:
+            return self._steps_per_epoch * self.num_microbatches
+        goes_in_passes = self._spec.passes or self.stream != "train"
+        batches = self._session.pass_batches(self.stream) if goes_in_passes else None
+        if batches is None:
             raise TypeError("this MegaScaleLoader is unsized: set steps_per_epoch for a length")
-        return steps * self.num_microbatches
+        return batches
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """An iterator that starts behind the last consumed step. It opens the stream at its first `next()`."""
@@ -225,6 +227,24 @@ class MegaScaleLoader:
             self._reader.consumed(state)
             self._reader.set_mixture(state.changes)
         return step
+
+    def sample(self, sample_id: Sequence[Any], stream: str | None = None) -> ShownSample:
+        """One sample by its id, read and transformed in this process as in the run: for a look at it, or a debugger.
+
+        Args:
+            sample_id: `(source, epoch, unit, row)`, or a piece with `start, stop` behind, as an error or
+                `BatchInfo.sample_ids()` names it.
+            stream: Name of the stream; None: of this loader.
+
+        Returns:
+            `.raw`, the record as read; `.transformed`, what the transform gives for it with the random numbers of the
+            run, or the error that it raises; `.where` for people.
+
+        Raises:
+            ConfigError: There is no such stream, source, unit or row.
+            DataError: The unit cannot be read.
+        """
+        return self._session.sample(stream or self.stream, sample_id)
 
     def close(self) -> None:
         """Leave the stream; with the last loader of its config the runtime ends. A second call does nothing."""

@@ -53,7 +53,12 @@ def merged_weights(names: Sequence[str], given: Mapping[str, float], state: Load
     Raises:
         ConfigError: A weight is none, a source is unknown, or nothing is left to draw from.
     """
-    unknown = sorted(set(given) - set(names))
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"set_mixture takes weights by source name, such as {{{names[0]!r}: 0.5}}, not {given!r}; the sources are "
+            f"{sorted(names)}"
+        )
+    unknown = sorted(set(given) - set(names), key=str)
     found = weight_problems("set_mixture", given)
     if unknown:
         found.append(f"set_mixture: there are no sources {unknown}; the sources are {sorted(names)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,21 +13,32 @@ from megascale_lightning.config import LoaderConfig
 from megascale_lightning.constructing.constructor import DataConstructor
 from megascale_lightning.errors import ConfigError, MegaScaleWarning
 from megascale_lightning.loading.loader import LoadedSource, SourceLoader
+from megascale_lightning.loading.quarantine import Quarantine, check_folder, quarantine_path
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.planner import Planner
 from megascale_lightning.planning.strategies import Balanced, Strategy
 from megascale_lightning.rows import CollatedRows, Rows
-from megascale_lightning.runtime.pickling import dump
+from megascale_lightning.runtime.pickling import dump, dumps
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
 from megascale_lightning.scaling.assignment import SlotAssignment
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.order import num_windows
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.storage import FileInfo
+from megascale_lightning.sources.stores.diskcache import DiskCache
+from megascale_lightning.sources.stores.secrets import named_variables, remember_secrets
+from megascale_lightning.sources.stores.storage import FileInfo
 from megascale_lightning.sources.survey import build_manifest
 from megascale_lightning.streams import SourceSpec, StreamSpec
 
-__all__ = ["Manifests", "Survey", "read_manifests", "resolve_streams", "runtime_plan", "survey"]
+__all__ = [
+    "Manifests",
+    "Survey",
+    "check_quarantine",
+    "read_manifests",
+    "resolve_streams",
+    "runtime_plan",
+    "survey",
+]
 
 _WINDOW_SLOTS: Final = 4 << 20
 """Token slots that one call should move: enough to make the cost of the call vanish."""
@@ -35,6 +46,8 @@ _MAX_PLAN_WINDOW: Final = 16
 _SAMPLE_SLOTS: Final = 64 << 10
 """What a collated sample is taken to move: as much as so many tokens."""
 
+
+_QUARANTINE: Final = "megascale_quarantine"
 
 Manifests = Mapping[str, tuple[Manifest, ...]]
 """Stream -> the frozen file list of each of its sources."""
@@ -66,7 +79,13 @@ def read_manifests(config: LoaderConfig, streams: Collection[str], frozen: FileL
     portable = config.runtime != "local"
     return {
         stream: tuple(
-            build_manifest(source, portable=portable, dump=dump, files=_frozen(frozen, stream, source))
+            build_manifest(
+                source,
+                portable=portable,
+                dump=dump,
+                files=_frozen(frozen, stream, source),
+                needs_tokens=not isinstance(config.rows_of(stream), CollatedRows),
+            )
             for source in sources
         )
         for stream, sources in config.streams().items()
@@ -76,6 +95,26 @@ def read_manifests(config: LoaderConfig, streams: Collection[str], frozen: FileL
 
 def _frozen(frozen: FileLists | None, stream: str, source: Source) -> tuple[FileInfo, ...] | None:
     return None if frozen is None or stream != "train" else frozen.get(source.name)
+
+
+def check_quarantine(config: LoaderConfig, streams: Collection[str]) -> None:
+    """Make the folders where bad records are to be listed.
+
+    Raises:
+        ConfigError: One of them cannot be written.
+    """
+    for stream in streams:
+        for source in config.streams()[stream]:
+            place = _quarantine(config, stream, source)
+            if place is not None:
+                check_folder(place.path)
+
+
+def _quarantine(config: LoaderConfig, stream: str, source: Source) -> Quarantine | None:
+    if source.on_error != "quarantine":
+        return None
+    folder = os.path.abspath(config.quarantine_dir or _QUARANTINE)
+    return Quarantine(quarantine_path(folder, stream, source.name), stream)
 
 
 def survey(config: LoaderConfig, manifests: Manifests) -> Survey:
@@ -179,8 +218,12 @@ def runtime_plan(config: LoaderConfig, specs: Mapping[str, StreamSpec], manifest
     streams = {stream: sources for stream, sources in config.streams().items() if stream in specs}
     num_loaders = config.num_loaders or _choose_num_loaders(sum(map(len, streams.values())))
     loader_of = SlotAssignment(num_loaders, {stream: len(sources) for stream, sources in streams.items()})
+    cache = None if config.cache_dir is None else DiskCache(os.path.abspath(config.cache_dir), config.cache_bytes)
     loaded = {
-        stream: [LoadedSource(*pair) for pair in zip(sources, manifests[stream], strict=True)]
+        stream: [
+            LoadedSource(source, manifest, _quarantine(config, stream, source), cache)
+            for source, manifest in zip(sources, manifests[stream], strict=True)
+        ]
         for stream, sources in streams.items()
     }
     loader_kwargs = {
@@ -190,9 +233,11 @@ def runtime_plan(config: LoaderConfig, specs: Mapping[str, StreamSpec], manifest
         "window_units": config.window_units,
         "part_bytes": config.part_bytes,
         "buffer_bytes": config.loader_buffer_bytes,
+        "dumps": dumps,
     }
     return RuntimePlan(
         run=run,
+        environment=_environment(config, streams),
         planner=RoleRecipe(name="planner", factory=Planner, kwargs={"specs": dict(specs), "loader_of": loader_of}),
         constructor=RoleRecipe(
             name="constructor/0", factory=DataConstructor, kwargs={"specs": dict(specs), "loader_of": loader_of}
@@ -204,6 +249,28 @@ def runtime_plan(config: LoaderConfig, specs: Mapping[str, StreamSpec], manifest
     )
 
 
+def _environment(config: LoaderConfig, streams: Mapping[str, Sequence[Source]]) -> dict[str, str]:
+    """Variables of this process that the loaders are to have, those that `storage_options` name among them.
+
+    Raises:
+        ConfigError: One is not set.
+    """
+    wanted = dict.fromkeys(config.env, "env")
+    for sources in streams.values():
+        for source in sources:
+            where = f"source {source.name!r}: storage_options"
+            wanted |= {name: where for name in named_variables(source.storage_options) if name not in wanted}
+    missing = {name: where for name, where in wanted.items() if name not in os.environ}
+    if missing:
+        raise ConfigError(
+            "environment variables are not set in this process: "
+            + ", ".join(f"{name} (named by {where})" for name, where in missing.items())
+        )
+    found = {name: os.environ[name] for name in wanted}
+    remember_secrets(list(found.values()))
+    return found
+
+
 def _source_specs(config: LoaderConfig, stream: str, windows: Mapping[str, int]) -> tuple[SourceSpec, ...]:
     weights = config.weights_of(stream)
     specs = tuple(
@@ -212,6 +279,8 @@ def _source_specs(config: LoaderConfig, stream: str, windows: Mapping[str, int])
             num_windows=windows[source.name],
             weight=weights[source.name],
             epochs=source.epochs,
+            max_bad_fraction=source.max_bad_fraction,
+            quarantine=place.path if (place := _quarantine(config, stream, source)) else "",
         )
         for source in config.streams()[stream]
     )

@@ -7,29 +7,34 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
 from megascale_lightning.checkpointing.filelists import FileChanges, FileLists, compare_lists, pack_lists
+from megascale_lightning.client.portable import check_portable_code
 from megascale_lightning.client.resolving import (
     Manifests,
     Survey,
+    check_quarantine,
     read_manifests,
     resolve_streams,
     runtime_plan,
     survey,
 )
+from megascale_lightning.client.samples import show_sample
 from megascale_lightning.client.states import SavedStates
 from megascale_lightning.config import LoaderConfig
 from megascale_lightning.errors import ConfigError
-from megascale_lightning.loading.transforms import takes_rng
+from megascale_lightning.loading.showing import ShownSample
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.stepping import initial_state
 from megascale_lightning.rows import CollatedRows
 from megascale_lightning.runtime.port import BatchPort, Runtime
-from megascale_lightning.sources.storage import FileInfo
+from megascale_lightning.sources.functions import takes_rng
+from megascale_lightning.sources.source import Source
+from megascale_lightning.sources.stores.storage import FileInfo
 from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import LoaderState
 
@@ -71,6 +76,7 @@ class LoadingSession:
         passes: bool = False,
         frozen: FileLists | None = None,
     ) -> None:
+        check_portable_code(config)
         self.config = config
         self.tree = tree or ClientPlaceTree.from_sizes()
         self.stall_timeout = _STALL_TIMEOUT_S
@@ -81,6 +87,7 @@ class LoadingSession:
         self._manifests: Manifests = {}
 
         def look() -> Survey:
+            check_quarantine(config, streams)
             self._manifests = read_manifests(config, streams, frozen)
             return survey(config, self._manifests)
 
@@ -160,17 +167,31 @@ class LoadingSession:
         It is known where every record gives one row: `CollatedRows`, nothing that could drop a sample, and a number of
         records that the files tell (datasets, Parquet).
         """
+        spec, rows = self.spec(stream), self._pass_rows(stream)
+        if rows is None:
+            return None
+        return rows // spec.rows_per_step if spec.last_step == "drop" else -(-rows // spec.rows_per_step)
+
+    def pass_batches(self, stream: str) -> int | None:
+        """Microbatches of one pass on each rank, known where `pass_steps` is; the last step may have fewer of them."""
+        spec, rows = self.spec(stream), self._pass_rows(stream)
+        if rows is None:
+            return None
+        steps, rest = divmod(rows, spec.rows_per_step)
+        last = 0 if spec.last_step == "drop" else -(-rest // (spec.rows.micro_batch_size * spec.num_groups))
+        return steps * spec.num_microbatches + last
+
+    def _pass_rows(self, stream: str) -> int | None:
         spec, records = self.spec(stream), self._surveyed.records[stream]
         counts = []
         for source in self.config.streams()[stream]:
             if self.config.weights_of(stream)[source.name] == 0:
                 continue
-            sure = source.transform is None and source.on_error == "raise" and records[source.name] >= 0
+            sure = not source.is_transformed and source.on_error == "raise" and records[source.name] >= 0
             if not sure or not isinstance(spec.rows, CollatedRows):
                 return None
             counts.append(records[source.name] * (1 if stream == "train" else source.epochs or 1))
-        rows = sum(counts)
-        return rows // spec.rows_per_step if spec.last_step == "drop" else -(-rows // spec.rows_per_step)
+        return sum(counts)
 
     def stats(self) -> dict[str, Any]:
         """Counters of the roles, by role name."""
@@ -211,10 +232,20 @@ class LoadingSession:
         """
         return self.config.runtime == "local" and any(
             not source.thread_safe
-            and (manifest.format == "dataset" or (source.transform is not None and not takes_rng(source.transform)))
+            and source.executor != "processes"
+            and (manifest.format == "dataset" or _draws_globally(source))
             for stream in self._specs
             for source, manifest in zip(self.config.streams()[stream], self._manifests[stream], strict=True)
         )
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the streams that are served."""
+        return tuple(self._specs)
+
+    def sample(self, stream: str, sample_id: Sequence[Any]) -> ShownSample:
+        """See `show_sample`; of the files that the run reads."""
+        return show_sample(self.config, stream, sample_id, self._manifests.get(stream))
 
     def file_lists(self) -> dict[str, tuple[FileInfo, ...]]:
         """Files of the training sources, by source name, as far as they have any; on the process that reads them."""
@@ -241,6 +272,8 @@ class LoadingSession:
             lists: Its file lists.
         """
         ours, theirs = self._surveyed.digests["train"], saved.get("files", {})
+        if not isinstance(theirs, Mapping):
+            return FileChanges()  # refused where the state is read
         changed = [name for name in ours if ours[name] != theirs.get(name, ours[name]) and not self._forced(name)]
         if not changed:
             return FileChanges()
@@ -266,6 +299,11 @@ class _Key:
 
 _sessions: dict[_Key, LoadingSession] = {}
 _lock = threading.Lock()
+
+
+def _draws_globally(source: Source) -> bool:
+    function = source.transform or source.transform_batched
+    return function is not None and not takes_rng(function)
 
 
 class _Shared:

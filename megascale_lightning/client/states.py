@@ -60,6 +60,7 @@ class SavedStates:
         self._digests = digests
         self._run = run
         self._lists = lists
+        self._said: set[tuple[str, ...]] = set()
 
     def to_json(self, stream: str, state: LoaderState) -> dict[str, Any]:
         """The saved form of a state, with what it needs to be checked at resume."""
@@ -118,12 +119,25 @@ class SavedStates:
             )
         except (KeyError, AttributeError) as error:
             raise StateError(f"the loader state is incomplete or damaged: {type(error).__name__}: {error}") from error
-        if changed:
+        said = (stream, saved["certificate"], *changed)
+        if changed and said not in self._said:  # a trainer hands the same state in twice
+            self._said.add(said)
             logger.warning("the checkpoint was written with other settings: %s; going on", ", ".join(changed))
         state = self._with_weights(stream, state, set(names) - set(common), changed)
         if "passes" in changed:
             state = replace(state, passes=int(state.sources["epoch"].min(initial=0)))
-        return restart(state, [names.index(name) for name in restarted_sources(changed, names)])
+        state = restart(state, [names.index(name) for name in restarted_sources(changed, names)])
+        self._check_windows(stream, state)
+        return state
+
+    def _check_windows(self, stream: str, state: LoaderState) -> None:
+        """Parts are looked for where they are read: how many a window has is not known before."""
+        for source, window in zip(self._specs[stream].sources, state.sources["window"].tolist(), strict=True):
+            if window >= max(source.num_windows, 1):
+                raise StateError(
+                    f"the loader state is damaged: sources.{source.name}.window is {window}, and the source has "
+                    f"{source.num_windows} of them, counted from 0"
+                )
 
     def _notes(self, lists: FileLists | None) -> dict[str, str]:
         now = self._lists

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import index as as_int
 from typing import Any, Final
 
@@ -11,13 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_lightning.errors import ConfigError, DataError
+from megascale_lightning.loading.batched import Columns, as_list
 from megascale_lightning.loading.reasons import KEPT, READ_ERROR, TRANSFORM_ERROR
 from megascale_lightning.loading.samplefields import scatter_samples, stack_samples
+from megascale_lightning.loading.tokencolumns import token_column
 from megascale_lightning.loading.transforms import Failed
-from megascale_lightning.sources.arrowcolumns import is_number_list, list_column, scalar_column
+from megascale_lightning.sources.formats.arrowcolumns import is_number_list, list_column, list_value_type, scalar_column
 from megascale_lightning.types import Ragged
 
-__all__ = ["Fields", "Fragment", "from_samples", "from_table", "narrow"]
+__all__ = ["Fields", "Fragment", "from_columns", "from_samples", "from_table", "narrow"]
 
 _INT32: Final = np.iinfo(np.int32)
 
@@ -125,25 +128,21 @@ def _aligned(
     return kept, offsets
 
 
-def from_table(name: str, table: Any, fields: Fields) -> Fragment:
+def from_table(where: str, table: Any, fields: Fields) -> Fragment:
     """Fields of an Arrow table: no python object per record, no copy beyond what Arrow or int32 needs.
 
     Args:
-        name: Of the source, for messages.
+        where: Source, file and unit, for messages.
         table: `pyarrow.Table` with the columns of `fields`.
         fields: What is kept; its `length` is no function.
 
     Raises:
-        ConfigError: A token column is no list of numbers.
+        ConfigError: A token column is no list of numbers, or `input_ids` none of whole numbers.
     """
     built = _Builder(table.num_rows, READ_ERROR, {})
     for field in fields.tokens:
         column = table.column(field)
-        if not is_number_list(column.type):
-            raise ConfigError(
-                f"source {name!r}: column {field!r} is {column.type}, a token field is a list of numbers; a "
-                "`transform` can make it"
-            )
+        _check_token_type(where, field, column.type)
         built.add_tokens(field, *list_column(column))
     for field in fields.samples:
         column = table.column(field)
@@ -156,20 +155,27 @@ def from_table(name: str, table: Any, fields: Fields) -> Fragment:
     lengths = None
     if isinstance(fields.length, str):
         values, bad = scalar_column(table.column(fields.length))
+        if len(bad) == len(values):
+            values = np.zeros(len(values), np.int64)
         if values.dtype.kind not in "iu":
-            raise ConfigError(f"source {name!r}: length column {fields.length!r} is {values.dtype}, not a whole number")
+            raise ConfigError(f"{where}: length column {fields.length!r} is {values.dtype}, not a whole number")
         built.fail(fields.length, bad)
         lengths = values.astype(np.int64)
     return built.finish(lengths)
 
 
-def from_samples(
-    name: str, samples: Sequence[Mapping[str, Any] | Failed], fields: Fields, transform: str | None
-) -> Fragment:
+def _check_token_type(where: str, field: str, kind: Any) -> None:
+    """What is wrong with the whole column is no matter of single records."""
+    wanted = "a list of whole numbers" if field == "input_ids" else "a list of numbers"
+    value_type = str(list_value_type(kind))
+    if not is_number_list(kind) or (field == "input_ids" and "int" not in value_type and value_type != "null"):
+        raise ConfigError(f"{where}: column {field!r} is {kind}, a token field is {wanted}; a `transform` can make it")
+
+
+def from_samples(samples: Sequence[Mapping[str, Any] | Failed], fields: Fields, transform: str | None) -> Fragment:
     """Fields of one mapping per record.
 
     Args:
-        name: Of the source, for messages.
         samples: One per record.
         fields: What is kept.
         transform: Its name where one made the samples; then a missing field is its fault, and raises.
@@ -180,64 +186,98 @@ def from_samples(
     reason = READ_ERROR if transform is None else TRANSFORM_ERROR
     built = _Builder(len(samples), reason, {row: s for row, s in enumerate(samples) if isinstance(s, Failed)})
     good = [(row, s) for row, s in enumerate(samples) if not isinstance(s, Failed)]
-    ignored = [field for field in _TARGETS if field not in fields.tokens and any(field in s for _, s in good)]
-    if transform is not None and ignored:
-        raise DataError(
-            f"source {name!r}: {transform} gives {', '.join(map(repr, ignored))}, which would be ignored: declare it "
-            f"in the rows, token_fields=({', '.join(map(repr, ignored))},), or leave it out of the sample"
-        )
+    if transform is not None:
+        _check_ignored({field for field in _TARGETS if any(field in s for _, s in good)}, fields, transform)
     for field in (*fields.tokens, *fields.samples, *([fields.length] if isinstance(fields.length, str) else [])):
         for row, sample in good:
             if sample.get(field) is None:
                 if transform is not None and field not in sample:
-                    raise DataError(_left_out(name, transform, field, sample))
+                    raise DataError(_left_out(transform, field, sample))
                 there = "is null" if field in sample else f"is not among its keys {sorted(map(str, sample))}"
                 built.fail(field, {row: there})
     for field in fields.tokens:
         built.add_tokens(field, *_ragged(field, len(samples), good))
     lengths = _lengths(built, good, fields.length)
     kept = [(row, sample) for row, sample in good if row not in built.failures]
-    rows = np.array([row for row, _ in kept], np.int64)
     for field in fields.samples:
-        stacked = stack_samples([sample[field] for _, sample in kept], len(kept))
-        built.samples[field] = stacked if len(kept) == len(samples) else scatter_samples(stacked, rows, len(samples))
+        built.samples[field] = _stacked([row for row, _ in kept], [sample[field] for _, sample in kept], len(samples))
     return built.finish(lengths)
 
 
-def _left_out(name: str, transform: str, field: str, sample: Mapping[str, Any]) -> str:
+def from_columns(columns: Columns, fields: Fields, transform: str) -> Fragment:
+    """Fields of what a batched transform gave by field: no python object per record where it gave arrays.
+
+    Args:
+        columns: Values of the records of a run.
+        fields: What is kept.
+        transform: Its name, for messages.
+
+    Raises:
+        DataError: The transform left out a declared field; names those it gave.
+    """
+    values = columns.values
+    if values is None or callable(fields.length):
+        return from_samples(columns.samples(), fields, transform)
+    n, rows = columns.num_rows, np.array(columns.rows, np.int64)
+    built = _Builder(n, TRANSFORM_ERROR, columns.failures)
+    _check_ignored(values, fields, transform)
+    wanted = (*fields.tokens, *fields.samples, *([fields.length] if isinstance(fields.length, str) else []))
+    for field in wanted if len(rows) else ():
+        if field not in values:
+            raise DataError(_left_out(transform, field, values))
+    for field in fields.tokens:
+        found, bad = token_column(field, values.get(field, ()))
+        built.add_tokens(field, _spread(found, rows, n), {int(rows[at]): problem for at, problem in bad.items()})
+    for field in fields.samples:
+        listed = as_list(values.get(field, ()))
+        built.fail(field, {int(rows[at]): "is null" for at, value in enumerate(listed) if value is None})
+        kept = [(row, value) for row, value in zip(columns.rows, listed, strict=True) if row not in built.failures]
+        built.samples[field] = _stacked([row for row, _ in kept], [value for _, value in kept], n)
+    lengths = None
+    if isinstance(fields.length, str):
+        lengths = np.zeros(n, np.int64)
+        for row, value in zip(columns.rows, as_list(values.get(fields.length, ())), strict=True):
+            if row not in built.failures:
+                _measure(built, lengths, row, partial(as_int, value))
+    return built.finish(lengths)
+
+
+def _spread(found: Ragged, rows: npt.NDArray[np.int64], n: int) -> Ragged:
+    """The same values over n records, of which those not in `rows` are empty."""
+    if len(rows) == n:
+        return found
+    lengths = np.zeros(n, np.int64)
+    lengths[rows] = np.diff(found.offsets)
+    offsets = np.zeros(n + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return Ragged(found.values, offsets)
+
+
+def _stacked(rows: Sequence[int], values: Sequence[Any], n: int) -> npt.NDArray[Any]:
+    stacked = stack_samples(values, len(values))
+    return stacked if len(values) == n else scatter_samples(stacked, np.array(rows, np.int64), n)
+
+
+def _check_ignored(given: Container[str], fields: Fields, transform: str) -> None:
+    ignored = [field for field in _TARGETS if field not in fields.tokens and field in given]
+    if ignored:
+        raise DataError(
+            f"{transform} gives {', '.join(map(repr, ignored))}, which would be ignored: declare it in the rows, "
+            f"token_fields=({', '.join(map(repr, ignored))},), or leave it out of the sample"
+        )
+
+
+def _left_out(transform: str, field: str, sample: Mapping[str, Any]) -> str:
     return (
-        f"source {name!r}: {transform} gave a sample without {field!r}; its keys are {sorted(map(str, sample))}. "
+        f"{transform} gave a sample without {field!r}; its keys are {sorted(map(str, sample))}. "
         f"Return a dict with {field!r}, or None to drop the sample"
     )
 
 
 def _ragged(field: str, n: int, good: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[Ragged, dict[int, str]]:
-    kinds = "iu" if field == "input_ids" else "iubf"
-    lengths = np.zeros(n, np.int64)
-    bad: dict[int, str] = {}
-    arrays = []
-    for row, sample in good:
-        value = sample.get(field)
-        if value is None:
-            continue
-        try:
-            array = np.asarray(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            bad[row] = f"is no array: {error}"
-            continue
-        if array.ndim != 1:
-            bad[row] = f"has shape {list(array.shape)}; a token field has one dimension"
-        elif array.size and array.dtype.kind not in kinds:
-            bad[row] = f"holds {array.dtype}, not numbers" if kinds == "iubf" else f"holds {array.dtype}, not token ids"
-        elif array.dtype == np.uint64 and array.size and array.max() > _INT32.max:
-            bad[row] = f"has the value {array.max()}, which does not fit int32"
-        elif array.size:
-            lengths[row] = array.size
-            arrays.append(array.astype(np.int64) if array.dtype == np.uint64 else array)
-    values = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
-    offsets = np.zeros(n + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return Ragged(values, offsets), bad
+    found, bad = token_column(field, [sample.get(field) for _, sample in good])
+    rows = np.array([row for row, _ in good], np.int64)
+    return _spread(found, rows, n), {int(rows[at]): problem for at, problem in bad.items()}
 
 
 def _lengths(
@@ -249,8 +289,16 @@ def _lengths(
     for row, sample in good:
         if row in built.failures:
             continue
-        try:
-            found[row] = as_int(sample[length] if isinstance(length, str) else length(sample))
-        except Exception as error:
-            built.fail("length", {row: f"failed: {type(error).__name__}: {error}"})
+        _measure(built, found, row, partial(_length_of, sample, length))
     return found
+
+
+def _length_of(sample: Mapping[str, Any], length: str | Callable[[Any], int]) -> int:
+    return as_int(sample[length] if isinstance(length, str) else length(sample))
+
+
+def _measure(built: _Builder, lengths: npt.NDArray[np.int64], row: int, measure: Callable[[], int]) -> None:
+    try:
+        lengths[row] = measure()
+    except Exception as error:
+        built.fail("length", {row: f"failed: {type(error).__name__}: {error}"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from megascale_lightning.errors import ReplayError
+from megascale_lightning.loading.executors import Executors
 from megascale_lightning.loading.partmaker import LoadedSource, PartMaker
 from megascale_lightning.loading.parts import Part, PartStore
 from megascale_lightning.loading.samplemaker import SampleMaker
 from megascale_lightning.loading.taking import TakenSamples, TakenTokens, Taking
 from megascale_lightning.loading.tokenmaker import TokenMaker
 from megascale_lightning.rows import CollatedRows, Rows
-from megascale_lightning.sources.parquet import FilePool
+from megascale_lightning.sources.formats.parquet import FilePool
 from megascale_lightning.types import MetaBlock, PartKey, SampleBlock, TakeRequest
 
 __all__ = ["LoadedSource", "SourceLoader"]
@@ -33,6 +35,7 @@ class SourceLoader:
         window_units: Units of a window.
         part_bytes: Stored bytes of a part.
         buffer_bytes: What may be held beyond the newest part.
+        dumps: Pickles the user's code for the worker processes of `Source.executor`.
     """
 
     def __init__(
@@ -43,12 +46,20 @@ class SourceLoader:
         window_units: int,
         part_bytes: int,
         buffer_bytes: int,
+        dumps: Callable[[Any], bytes] = pickle.dumps,
     ) -> None:
         self._pool = FilePool()
+        self._executors = Executors(dumps)
         self._rows = dict(rows)
-        settings = {"seed": seed, "window_units": window_units, "part_bytes": part_bytes}
+        settings: dict[str, Any] = {
+            "seed": seed,
+            "window_units": window_units,
+            "part_bytes": part_bytes,
+            "pool": self._pool,
+            "executors": self._executors,
+        }
         self._makers: dict[tuple[str, int], PartMaker] = {
-            (stream, index): _maker_of(rows[stream])(loaded, rows[stream], pool=self._pool, **settings)
+            (stream, index): _maker_of(rows[stream])(loaded, rows[stream], **settings)
             for stream, sources in streams.items()
             for index, loaded in enumerate(sources)
         }
@@ -62,7 +73,7 @@ class SourceLoader:
 
         Raises:
             DataError: A record, file or transform is at fault; names source, file, unit and row.
-            IndexError: There is no such part.
+            StateError: There is no such part.
         """
         meta = self._part(key).meta
         self._count(described=1)
@@ -105,7 +116,8 @@ class SourceLoader:
         return {**counts, **self._store.stats(), "open_files": self._pool.num_open}
 
     def shutdown(self) -> None:
-        """Let go of files and parts."""
+        """Let go of files and parts, and end the threads and processes of `Source.executor`."""
+        self._executors.close()
         for maker in self._makers.values():
             maker.close()
 

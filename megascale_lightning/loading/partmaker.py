@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from megascale_lightning.errors import DataError
+from megascale_lightning.errors import CorruptDataError, DataError, StateError
+from megascale_lightning.loading.executors import Executors
 from megascale_lightning.loading.parts import Part
-from megascale_lightning.loading.transforms import Failed, SampleRunner
+from megascale_lightning.loading.quarantine import WHOLE_UNIT, BadRecord, Quarantine, QuarantineFile, digest_of
+from megascale_lightning.loading.reasons import READ_ERROR, REASONS
+from megascale_lightning.loading.runs import Run
+from megascale_lightning.loading.transforms import Failed, SampleRunner, show_call
 from megascale_lightning.rows import CollatedRows, Rows
+from megascale_lightning.sources.formats.parquet import FilePool
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.order import Segment, part_permutation, window_parts, window_units_of
-from megascale_lightning.sources.parquet import FilePool
 from megascale_lightning.sources.reader import make_reader
 from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.source import Source
+from megascale_lightning.sources.stores.diskcache import DiskCache
 from megascale_lightning.types import PartKey
 
 __all__ = ["LoadedSource", "PartMaker"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,10 @@ class LoadedSource:
 
     source: Source
     manifest: Manifest
+    quarantine: Quarantine | None = None
+    """Where its bad records are listed, if `on_error` says so."""
+    cache: DiskCache | None = None
+    """Keeps what is read of remote files on this machine."""
 
 
 class PartMaker(ABC):
@@ -43,10 +55,19 @@ class PartMaker(ABC):
         window_units: Units of a window.
         part_bytes: Stored bytes of a part.
         pool: Open files, shared with other sources.
+        executors: Threads and processes for the user's code, shared with other sources; None makes some.
     """
 
     def __init__(
-        self, loaded: LoadedSource, rows: Rows, *, seed: int, window_units: int, part_bytes: int, pool: FilePool
+        self,
+        loaded: LoadedSource,
+        rows: Rows,
+        *,
+        seed: int,
+        window_units: int,
+        part_bytes: int,
+        pool: FilePool,
+        executors: Executors | None = None,
     ) -> None:
         source = loaded.source
         self.source = source
@@ -56,7 +77,11 @@ class PartMaker(ABC):
         self._seed = seed
         self._window_units = window_units
         self._part_bytes = part_bytes
-        self._reader = make_reader(source, loaded.manifest, self._columns(), pool=pool)
+        self._quarantine: QuarantineFile | None = None
+        if loaded.quarantine is not None:
+            self._quarantine = QuarantineFile(loaded.quarantine, source.name, loaded.manifest)
+        self._executors = executors or Executors()
+        self._reader = make_reader(source, loaded.manifest, self._columns(), pool=pool, cache=loaded.cache)
 
     @abstractmethod
     def _columns(self) -> Sequence[str] | None:
@@ -67,7 +92,9 @@ class PartMaker(ABC):
         """Read and settle one part.
 
         Raises:
-            DataError: A record is at fault and `on_error` is "raise", or a unit cannot be read.
+            DataError: A record is at fault, or the bytes of a unit are broken, and `on_error` is "raise"; or a unit
+                cannot be read now.
+            StateError: There is no such part.
         """
 
     def _blocks(self, key: PartKey) -> Iterator[tuple[RecordBlock, bool]]:
@@ -79,14 +106,24 @@ class PartMaker(ABC):
                     self._manifest, source.name, key.stream, self._seed, key.epoch, key.window, 1, source.shuffle
                 )[0]
             )
-            with self._placing(unit):
-                found = self._reader.read_slice(unit, key.part, self._part_bytes)
+            try:
+                with self._placing(unit):
+                    epoch = (self._seed, key.stream, key.epoch)
+                    found = self._reader.read_epoch_slice(unit, key.part, self._part_bytes, epoch)
+            except CorruptDataError as error:
+                # Where the next slice would begin is not known, if there is one.
+                found = self._lost(Segment(unit, 0, -1), key.epoch, error), True
+            except IndexError as error:
+                raise self._no_part(key) from error
             yield found
             return
         segments, is_last = self._segments(key)
         for index, segment in enumerate(segments):
-            with self._placing(segment.unit):
-                block = self._reader.read(segment.unit, segment.row_start, segment.row_stop)
+            try:
+                with self._placing(segment.unit):
+                    block = self._reader.read(segment.unit, segment.row_start, segment.row_stop)
+            except CorruptDataError as error:
+                block = self._lost(segment, key.epoch, error)
             yield block, is_last and index == len(segments) - 1
 
     def _segments(self, key: PartKey) -> tuple[list[Segment], bool]:
@@ -94,8 +131,15 @@ class PartMaker(ABC):
         order = (self._manifest, source.name, key.stream, self._seed, key.epoch, key.window)
         parts = window_parts(*order, self._window_units, self._part_bytes, source.shuffle)
         if not 0 <= key.part < len(parts):
-            raise IndexError(f"part {key.part} of {key}: the window has {len(parts)}")
+            raise self._no_part(key)
         return parts[key.part], key.part == len(parts) - 1
+
+    def _no_part(self, key: PartKey) -> StateError:
+        return StateError(
+            f"source {self.source.name!r} of stream {key.stream!r} has no part {key.part} in window {key.window} of "
+            f"epoch {key.epoch}: the loader state that was loaded is damaged, or was saved with other data; go on from "
+            "another checkpoint"
+        )
 
     def _permutation(self, key: PartKey, n: int) -> npt.NDArray[np.int64]:
         source = self.source
@@ -107,13 +151,87 @@ class PartMaker(ABC):
         try:
             yield
         except DataError as error:
-            if repr(self.source.name) in str(error):
+            if f"source {self.source.name!r}" in str(error):
                 raise
-            raise DataError(f"source {self.source.name!r}, {self._manifest.locate(unit)}: {error}") from error
+            raise type(error)(f"source {self.source.name!r}, {self._manifest.locate(unit)}: {error}") from error
 
-    def _failed(self, unit: int, row: int, failed: Failed) -> DataError:
+    def _placed(self, made: Iterable[tuple[Run, Callable[[], _T]]]) -> Iterator[tuple[Run, _T]]:
+        """The runs with what was made of them, errors with the place of the unit."""
+        for run, result in made:
+            with self._placing(run.block.unit):
+                found = result()
+            yield run, found
+
+    def _lost(self, segment: Segment, epoch: int, error: CorruptDataError) -> RecordBlock:
+        """What stands for records whose bytes are broken: all that are known of, each of them failed, or else one."""
+        unit, start = segment.unit, segment.row_start
+        if self.source.on_error == "raise":
+            raise CorruptDataError(f'{error}; on_error="skip" leaves out what is broken') from error
+        known = int(self._manifest.units[unit]["rows"])
+        count = (known if segment.row_stop < 0 else segment.row_stop) - start
+        if known < 0:
+            start, count = WHOLE_UNIT, 1
+        if self._quarantine is not None:
+            size = int(self._manifest.units[unit]["bytes"])
+            self._quarantine.add(
+                [
+                    BadRecord(
+                        unit=unit,
+                        row=WHOLE_UNIT,
+                        epoch=epoch,
+                        reason=REASONS[READ_ERROR],
+                        message=str(error),
+                        digest=None,
+                        size=size,
+                    )
+                ]
+            )
+        return RecordBlock(
+            unit=unit,
+            row_start=start,
+            num_rows=count,
+            objects=[None] * count,
+            failures=dict.fromkeys(range(count), str(error)),
+            is_lost=True,
+        )
+
+    def _settle(self, block: RecordBlock, failures: Mapping[int, Failed], epoch: int) -> None:
+        """Raise the first record that failed, or list them all, or do nothing, as `on_error` says.
+
+        Args:
+            block: What they are records of.
+            failures: Index in the block -> what happened; those without a message are no failures.
+            epoch: That is being read.
+        """
+        bad = {index: failures[index] for index in sorted(failures) if failures[index].message}
+        if not bad or block.is_lost:
+            return
+        if self.source.on_error == "raise":
+            index, failed = next(iter(bad.items()))
+            raise self._failed(block.unit, block.row_start + index, failed, epoch) from failed.error
+        quarantine = self._quarantine
+        if quarantine is not None:
+            fresh = [index for index in bad if not quarantine.lists(block.unit, block.row_start + index)]
+            quarantine.add([self._bad_record(block, index, bad[index], epoch) for index in fresh])
+
+    def _bad_record(self, block: RecordBlock, index: int, failed: Failed, epoch: int) -> BadRecord:
+        digest, size = digest_of(block, index)
+        return BadRecord(
+            unit=block.unit,
+            row=block.row_start + index,
+            epoch=epoch,
+            reason=REASONS[failed.reason],
+            message=failed.message,
+            digest=digest,
+            size=size,
+        )
+
+    def _failed(self, unit: int, row: int, failed: Failed, epoch: int) -> DataError:
         """What a record that failed is raised as; the caller chains `failed.error`."""
-        return DataError(f'{self.locate(unit, row)}: {failed.message}; on_error="skip" drops such records')
+        shown = show_call(self.source.name, epoch, unit, row)
+        return DataError(
+            f'{self.locate(unit, row)}: {failed.message}; {shown} shows it; on_error="skip" drops such records'
+        )
 
     def locate(self, unit: int, row: int) -> str:
         """A record's source, file, unit and row, for messages."""

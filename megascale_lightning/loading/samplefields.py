@@ -48,14 +48,22 @@ def scatter_samples(values: npt.NDArray[Any], rows: npt.NDArray[np.int64], n: in
 
 
 def join_samples(blocks: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """One after another; dtype object where shapes or kinds differ."""
+    """One after another; dtype object where shapes or kinds differ. None alone, of dropped records, is of any kind."""
     filled = [block for block in blocks if len(block)]
     if not filled:
         return blocks[0] if blocks else np.empty(0, object)
+    kept = [block for block in filled if not _is_blank(block)]
+    if kept and len(kept) < len(filled) and kept[0].dtype != object:
+        blank = kept[0]
+        filled = [np.zeros((len(b), *blank.shape[1:]), blank.dtype) if _is_blank(b) else b for b in filled]
     same = len({block.shape[1:] for block in filled}) == 1
     if same and len({block.dtype == object for block in filled}) == 1:
         return filled[0] if len(filled) == 1 else np.concatenate(filled)
     return _objects([value for block in filled for value in block])
+
+
+def _is_blank(block: npt.NDArray[Any]) -> bool:
+    return block.dtype == object and all(value is None for value in block)
 
 
 def sample_bytes(values: npt.NDArray[Any]) -> int:

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from operator import index as as_int
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from megascale_lightning.errors import DataError
-from megascale_lightning.loading.partmaker import PartMaker
+from megascale_lightning.loading.executors import num_workers_of
+from megascale_lightning.loading.partmaker import LoadedSource, PartMaker
 from megascale_lightning.loading.parts import Part
-from megascale_lightning.loading.payload import pickled
-from megascale_lightning.loading.reasons import KEPT, READ_ERROR, REASONS, TRANSFORM_ERROR
-from megascale_lightning.loading.transforms import Failed
+from megascale_lightning.loading.reasons import KEPT, REASONS
+from megascale_lightning.loading.runs import BATCHED_RECORDS, COLLATED_RECORDS, Run, cut_block
+from megascale_lightning.loading.transforms import show_call
+from megascale_lightning.loading.works import Kept, SampleWork
+from megascale_lightning.rows import Rows
 from megascale_lightning.sources.order import Segment
 from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.types import PIECE, IntArray, MetaBlock, PartKey, Ragged
 
 __all__ = ["SampleMaker"]
-
-_MAX_LENGTH: Final = np.iinfo(np.int32).max
-
-
-class _Kept(NamedTuple):
-    """What is kept of a record."""
-
-    code: int
-    """Of `reasons`."""
-    length: int
-    content: bytes
-
-
-class _NoColumnError(Exception):
-    """A record lacks a declared column."""
 
 
 class SampleMaker(PartMaker):
@@ -44,11 +30,15 @@ class SampleMaker(PartMaker):
     by one, and a part holds none of them. Otherwise it holds each of them pickled.
     """
 
+    def __init__(self, loaded: LoadedSource, rows: Rows, *, seed: int, **more: Any) -> None:
+        super().__init__(loaded, rows, seed=seed, **more)
+        self._work = SampleWork(source=loaded.source, seed=seed, manifest=loaded.manifest, columns=self._columns())
+
     @property
     def fetches_late(self) -> bool:
         """Samples are fetched by `fetch`, and not when a part is made."""
         source = self.source
-        plain = source.transform is None and source.length is None
+        plain = not source.is_transformed and source.length is None
         return plain and self._manifest.format == "dataset" and source.on_error == "raise"
 
     def _columns(self) -> Sequence[str] | None:
@@ -63,13 +53,32 @@ class SampleMaker(PartMaker):
         if self.fetches_late:
             segments, is_last = self._segments(key)
             return self._assemble(key, [self._rows_of(segment) for segment in segments], None, is_last)
-        places, kept, is_last = [], [], False
-        for block, ends in self._blocks(key):
-            with self._placing(block.unit):
-                kept += self.runner.run_each(block, range(block.num_rows), key.epoch, partial(self._kept, block))
+        places: list[tuple[int, range]] = []
+        ends: list[bool] = []
+        kept: list[Kept] = []
+        for run, found in self._placed(self._executors.each(self._work, self._runs(key, ends))):
+            block = run.block
+            self._check(run, found)
+            failures = {index: one.failed for index, one in enumerate(found) if one.failed is not None}
+            self._settle(block, failures, key.epoch)
+            kept += found
             places.append((block.unit, range(block.row_start, block.row_start + block.num_rows)))
-            is_last = ends
-        return self._assemble(key, places, kept, is_last)
+        return self._assemble(key, places, kept, ends[-1])
+
+    def _runs(self, key: PartKey, ends: list[bool]) -> Iterator[Run]:
+        """The runs of a part in order; `ends` gets whether each block read ends the window."""
+        size = BATCHED_RECORDS if self.source.transform_batched is not None else COLLATED_RECORDS
+        for block, is_last in self._blocks(key):
+            ends.append(is_last)
+            for cut in cut_block(block, size):
+                yield Run(cut, key.epoch)
+
+    def _check(self, run: Run, found: Sequence[Kept]) -> None:
+        """Raise what is wrong with a sample and no matter of `on_error`."""
+        for index, one in zip(run.wanted, found, strict=True):
+            if one.fatal and one.failed is not None:
+                place = self.locate(run.block.unit, run.block.row_start + index)
+                raise DataError(f"{place}: {one.failed.message}") from one.failed.error
 
     def fetch(self, epoch: int, pieces: IntArray) -> list[bytes]:
         """The samples of these pieces, pickled, each fetched now.
@@ -81,25 +90,34 @@ class SampleMaker(PartMaker):
         Raises:
             DataError: A sample cannot be fetched, or does not pickle; names source, index, unit and row.
         """
-        found: list[bytes] = [b""] * len(pieces)
         order = np.argsort(pieces["unit"], kind="stable")
-        units, starts = np.unique(pieces["unit"][order], return_index=True)
-        for unit, members in zip(units.tolist(), np.split(order, starts[1:]), strict=True):
-            block = self._reader.read(unit)
-            rows = pieces["row"][members].tolist()
-            contents = self.runner.run_each(block, rows, epoch, partial(self._fetched, block))
-            for at, content in zip(members.tolist(), contents, strict=True):
-                found[at] = content
-        return found
+        found: list[bytes] = []
+        for run, kept in self._placed(self._executors.each(self._work, self._late_runs(epoch, pieces[order]))):
+            self._check(run, kept)
+            found += [self._fetched(run.block, epoch, row, one) for row, one in zip(run.wanted, kept, strict=True)]
+        return [found[at] for at in np.argsort(order, kind="stable").tolist()]
 
-    def _fetched(self, block: RecordBlock, row: int, sample: Any) -> bytes:
-        if isinstance(sample, Failed):
+    def _late_runs(self, epoch: int, pieces: IntArray) -> Iterator[Run]:
+        """Runs of the rows of these pieces, which are sorted by unit; so many that each worker gets one."""
+        size = COLLATED_RECORDS
+        if self.source.executor != "inline":
+            size = min(size, -(-len(pieces) // num_workers_of(self.source)))
+        units, starts = np.unique(pieces["unit"], return_index=True)
+        for unit, rows in zip(units.tolist(), np.split(pieces["row"], starts[1:]), strict=True):
+            block = self._reader.read(unit)
+            for start in range(0, len(rows), size):
+                yield Run(block, epoch, rows[start : start + size].tolist())
+
+    def _fetched(self, block: RecordBlock, epoch: int, row: int, kept: Kept) -> bytes:
+        failed = kept.failed
+        if failed is not None and not kept.fatal:
             index = int(self._manifest.units[block.unit]["start"]) + row
+            shown = show_call(self.source.name, epoch, block.unit, row)
             raise DataError(
-                f'{self.locate(block.unit, row)}, index {index}: {sample.message}; on_error="skip" drops such samples, '
-                "for which all of them are fetched before they are planned"
-            ) from sample.error
-        return self._pickled(block, row, sample)
+                f"{self.locate(block.unit, row)}, index {index}: {failed.message}; {shown} shows it; "
+                'on_error="skip" drops such samples, for which all of them are fetched before they are planned'
+            ) from failed.error
+        return kept.content
 
     def _rows_of(self, segment: Segment) -> tuple[int, range]:
         stop = segment.row_stop
@@ -107,46 +125,8 @@ class SampleMaker(PartMaker):
             segment.row_start, int(self._manifest.units[segment.unit]["rows"]) if stop < 0 else stop
         )
 
-    def _kept(self, block: RecordBlock, index: int, sample: Any) -> _Kept:
-        length = 1
-        if not isinstance(sample, Failed):
-            reason = READ_ERROR if self.source.transform is None else TRANSFORM_ERROR
-            try:
-                length = _length_of(sample, self.source.length)
-                sample = self._picked(sample)
-            except _NoColumnError as error:
-                sample = Failed(reason, str(error))
-            except Exception as error:
-                sample = Failed(reason, f"'length' failed: {type(error).__name__}: {error}", error)
-        row = block.row_start + index
-        if not isinstance(sample, Failed):
-            return _Kept(KEPT, length, self._pickled(block, row, sample))
-        if sample.message and self.source.on_error == "raise":
-            raise self._failed(block.unit, row, sample) from sample.error
-        return _Kept(sample.reason, 0, b"")
-
-    def _picked(self, sample: Any) -> Any:
-        """A record of a file with `Source.columns` alone; what a dataset or a transform gave stays as it is."""
-        columns = self.source.columns
-        if columns is None or self.source.transform is not None or self._manifest.format == "dataset":
-            return sample
-        missing = [name for name in columns if name not in sample]
-        if missing:
-            raise _NoColumnError(f"{missing[0]!r} is not among its keys {sorted(sample)}")
-        return {name: sample[name] for name in columns}
-
-    def _pickled(self, block: RecordBlock, row: int, sample: Any) -> bytes:
-        try:
-            return pickled(sample)
-        except Exception as error:
-            raise DataError(
-                f"{self.locate(block.unit, row)}: the sample, a {type(sample).__name__}, does not pickle "
-                f"({type(error).__name__}: {error}), and so cannot be sent to a rank; give plain data: numbers, "
-                "strings, arrays, tensors, images, or objects of classes that a module defines"
-            ) from error
-
     def _assemble(
-        self, key: PartKey, places: Sequence[tuple[int, range]], kept: Sequence[_Kept] | None, is_last: bool
+        self, key: PartKey, places: Sequence[tuple[int, range]], kept: Sequence[Kept] | None, is_last: bool
     ) -> Part:
         count = sum(len(rows) for _, rows in places)
         pieces = np.zeros(count, PIECE)
@@ -187,20 +167,6 @@ class SampleMaker(PartMaker):
             records=order,
             payload=payload,
         )
-
-
-def _length_of(sample: Any, length: Any) -> int:
-    """At least 1: what `Source.length` says, else the number of `input_ids` of a dict that has them, else 1."""
-    if length is not None:
-        found = as_int(sample[length] if isinstance(length, str) else length(sample))
-        if not 0 <= found <= _MAX_LENGTH:
-            raise ValueError(f"{found} is no length, which is from 0 to {_MAX_LENGTH}")
-        return max(found, 1)
-    ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
-    shape = getattr(ids, "shape", None)
-    if shape is not None:
-        return max(int(shape[-1]), 1) if len(shape) else 1
-    return max(len(ids), 1) if isinstance(ids, (list, tuple)) else 1
 
 
 def _joined(contents: Sequence[bytes]) -> Ragged:

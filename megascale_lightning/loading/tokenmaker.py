@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megascale_lightning.loading.columns import Fields, Fragment, from_samples, from_table
+from megascale_lightning.loading.columns import Fields, Fragment, from_table
 from megascale_lightning.loading.partmaker import LoadedSource, PartMaker
 from megascale_lightning.loading.parts import Part
 from megascale_lightning.loading.pieces import apply_overlong, count_loss_tokens, cut_records, permute_entries
 from megascale_lightning.loading.reasons import KEPT, REASONS, TRUNCATED
+from megascale_lightning.loading.runs import BATCHED_RECORDS, TOKEN_RECORDS, Run, cut_block
 from megascale_lightning.loading.samplefields import join_samples, sample_bytes
+from megascale_lightning.loading.works import TokenWork
 from megascale_lightning.rows import Rows
-from megascale_lightning.sources.parquet import FilePool
 from megascale_lightning.sources.records import RecordBlock
+from megascale_lightning.sources.source import Source
 from megascale_lightning.types import IntArray, MetaBlock, PartKey
 
 __all__ = ["TokenMaker"]
@@ -25,28 +27,55 @@ __all__ = ["TokenMaker"]
 class TokenMaker(PartMaker):
     """See `PartMaker`."""
 
-    def __init__(
-        self, loaded: LoadedSource, rows: Rows, *, seed: int, window_units: int, part_bytes: int, pool: FilePool
-    ) -> None:
+    def __init__(self, loaded: LoadedSource, rows: Rows, *, seed: int, **more: Any) -> None:
         source = loaded.source
         self._fields = Fields(rows.token_columns, rows.sample_fields, source.length)
-        self._needs_samples = source.transform is not None or callable(source.length)
-        super().__init__(loaded, rows, seed=seed, window_units=window_units, part_bytes=part_bytes, pool=pool)
+        self._needs_samples = source.is_transformed or callable(source.length)
+        self._work = TokenWork(
+            source=source, seed=seed, manifest=loaded.manifest, columns=self._columns_of(source), fields=self._fields
+        )
+        super().__init__(loaded, rows, seed=seed, **more)
 
     def _columns(self) -> Sequence[str] | None:
+        return self._columns_of(self.source)
+
+    def _columns_of(self, source: Source) -> Sequence[str] | None:
         if self._needs_samples:
-            return self.source.columns
-        length = [self.source.length] if isinstance(self.source.length, str) else []
+            return source.columns
+        length = [source.length] if isinstance(source.length, str) else []
         return list(dict.fromkeys([*self._fields.tokens, *self._fields.samples, *length]))
 
     def make(self, key: PartKey) -> Part:
         """Read and settle one part; see `PartMaker.make`."""
-        read, is_last = [], False
-        for block, ends in self._blocks(key):
-            with self._placing(block.unit):
-                read.append((block, self._fragment(block, key.epoch)))
-            is_last = ends
-        return self._assemble(key, read, is_last)
+        read: list[tuple[RecordBlock, Fragment]] = []
+        ends: list[bool] = []
+        for run, fragment in self._made(key, ends):
+            self._settle(run.block, fragment.failures, key.epoch)
+            read.append((run.block, fragment))
+        return self._assemble(key, read, ends[-1])
+
+    def _made(self, key: PartKey, ends: list[bool]) -> Iterator[tuple[Run, Fragment]]:
+        """The runs of a part in order, with their fields; `ends` gets whether each block read ends the window."""
+        runs = self._runs(key, ends)
+        if self._needs_samples:
+            yield from self._placed(self._executors.each(self._work, runs))
+            return
+        for run in runs:
+            with self._placing(run.block.unit):
+                if run.block.table is None:
+                    fragment = self._work(run)
+                else:
+                    where = f"source {self.source.name!r}, {self._manifest.locate(run.block.unit)}"
+                    fragment = from_table(where, run.block.table, self._fields)
+            yield run, fragment
+
+    def _runs(self, key: PartKey, ends: list[bool]) -> Iterator[Run]:
+        size = BATCHED_RECORDS if self.source.transform_batched is not None else TOKEN_RECORDS
+        for block, is_last in self._blocks(key):
+            ends.append(is_last)
+            is_whole = block.table is not None and not self._needs_samples
+            for cut in [block] if is_whole else cut_block(block, size):
+                yield Run(cut, key.epoch)
 
     def _assemble(self, key: PartKey, read: Sequence[tuple[RecordBlock, Fragment]], is_last: bool) -> Part:
         blocks, fragments = [block for block, _ in read], [fragment for _, fragment in read]
@@ -89,22 +118,6 @@ class TokenMaker(PartMaker):
             samples=samples,
             records=records[order],
         )
-
-    def _fragment(self, block: RecordBlock, epoch: int) -> Fragment:
-        if block.table is not None and not self._needs_samples:
-            fragment = from_table(self.source.name, block.table, self._fields)
-        else:
-            transform = self.runner.transform_name if self.source.transform is not None else None
-            fragment = from_samples(self.source.name, self.runner.run(block, epoch), self._fields, transform)
-        if self.source.on_error == "raise":
-            self._raise_failure(block, fragment)
-        return fragment
-
-    def _raise_failure(self, block: RecordBlock, fragment: Fragment) -> None:
-        for index in sorted(fragment.failures):
-            failed = fragment.failures[index]
-            if failed.message:
-                raise self._failed(block.unit, block.row_start + index, failed) from failed.error
 
 
 def _of_one_type(chunks: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:

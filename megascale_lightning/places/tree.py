@@ -169,7 +169,9 @@ class ClientPlaceTree:
         return tuple(sorted(self.grid[where].ravel().tolist()))
 
     def _coordinates(self, rank: int) -> tuple[int, ...]:
-        index = self._flat.get(rank)
+        # True and 1.0 would be found, too.
+        whole = isinstance(rank, (int, np.integer)) and not isinstance(rank, bool)
+        index = self._flat.get(rank) if whole else None
         if index is None:
             raise ConfigError(
                 f"rank {rank!r} has no place; the tree holds {self.world_size} ranks: {_shorten(self.grid)}"

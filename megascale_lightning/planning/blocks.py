@@ -31,7 +31,18 @@ class Block:
             a sample of its own.
     """
 
-    __slots__ = ("_counted", "_reasons", "ends", "key", "last_in_window", "lengths", "pieces", "samples", "size")
+    __slots__ = (
+        "_counted",
+        "_firsts",
+        "_reasons",
+        "ends",
+        "key",
+        "last_in_window",
+        "lengths",
+        "pieces",
+        "samples",
+        "size",
+    )
 
     def __init__(self, meta: MetaBlock) -> None:
         kept = np.flatnonzero(meta.kept)
@@ -46,6 +57,7 @@ class Block:
         counted = np.where(meta.first, meta.reason, 0)
         self._counted = counted if counted.any() else None
         self._reasons = meta.reasons
+        self._firsts = None if meta.first.all() else np.concatenate([[0], np.cumsum(meta.first)])
 
     def find(self, offset: int) -> int:
         """The first kept entry at or behind `offset` entries of the part."""
@@ -57,6 +69,10 @@ class Block:
             return {}
         counts = np.bincount(self._counted[start:stop], minlength=len(self._reasons))
         return {self._reasons[code]: int(n) for code, n in enumerate(counts) if code and n}
+
+    def records(self, start: int, stop: int) -> int:
+        """Samples that begin in the entries [start, stop), dropped ones included."""
+        return stop - start if self._firsts is None else int(self._firsts[stop] - self._firsts[start])
 
 
 class BlockStore:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 
-from megascale_lightning.errors import EmptySourceError
+from megascale_lightning.errors import DataError, EmptySourceError, StateError
 from megascale_lightning.planning.blocks import Block, BlockStore
 from megascale_lightning.streams import SourceSpec
-from megascale_lightning.types import IntArray, PartKey
+from megascale_lightning.types import BAD_REASONS, IntArray, PartKey
 
 __all__ = ["SourceCursor"]
+
+_ENOUGH: Final = 100
+"""Records that a share of bad ones is taken of, unless an epoch has fewer."""
 
 
 class SourceCursor:
@@ -33,6 +37,7 @@ class SourceCursor:
         "_start",
         "_stop_epoch",
         "_taken",
+        "checked",
         "dropped",
         "epoch",
         "index",
@@ -50,6 +55,7 @@ class SourceCursor:
         blocks: BlockStore,
         saved: np.void,
         dropped: Mapping[str, int],
+        checked: tuple[int, int],
         stop_epoch: int | None,
     ) -> None:
         self.stream = stream
@@ -59,6 +65,7 @@ class SourceCursor:
         self._stop_epoch = stop_epoch
         self.epoch, self.window, self.part, self.offset = (int(saved[n]) for n in ("epoch", "window", "part", "offset"))
         self.dropped = Counter(dropped)
+        self.checked = checked
         self._block: Block | None = None
         self._next = 0
         self._start = 0
@@ -81,6 +88,7 @@ class SourceCursor:
         Raises:
             NeedBlocks: Its part is not described yet.
             EmptySourceError: A whole epoch gave nothing.
+            StateError: The saved offset lies behind the part.
         """
         if self._block is None and not self._enter():
             return None
@@ -122,9 +130,14 @@ class SourceCursor:
         return stop - at
 
     def collect(self) -> list[IntArray]:
-        """The pieces taken since the last call, in order, PIECE [n] each; counts what was dropped between them."""
+        """The pieces taken since the last call, in order, PIECE [n] each; counts what was dropped between them.
+
+        Raises:
+            DataError: The share of bad records is above the limit.
+        """
         if self._block is not None:
             self._flush(self._block)
+            self._check(_ENOUGH)
         taken, self._taken = self._taken, []
         return taken
 
@@ -158,6 +171,8 @@ class SourceCursor:
             whole_epoch = whole_epoch or at_start
             if self._spec.num_windows:
                 block = self._blocks.get(self.key)
+                if self.offset > block.size:
+                    raise self._beyond(block)
                 at = block.find(self.offset)
                 if at < len(block.lengths):
                     self._block, self._next, self._start, self._counted = block, at, at, self.offset
@@ -177,6 +192,13 @@ class SourceCursor:
             "overlong policy, or remove the source."
         )
 
+    def _beyond(self, block: Block) -> StateError:
+        return StateError(
+            f"source {self._spec.name!r} of stream {self.stream!r}: offset {self.offset} lies behind the {block.size} "
+            f"entries of part {self.part} in window {self.window} of epoch {self.epoch}: the loader state that was "
+            "loaded is damaged; go on from another checkpoint"
+        )
+
     def _sample_end(self, block: Block) -> int:
         assert block.samples is not None
         return block.samples[bisect_right(block.samples, self._next)]
@@ -186,7 +208,7 @@ class SourceCursor:
             self._taken.append(block.pieces[self._start : self._next])
             self.offset = block.ends[self._next - 1]
             self._start = self._next
-        self.dropped.update(block.count(self._counted, self.offset))
+        self._count(block, self.offset)
         self._counted = self.offset
 
     def _leave(self, block: Block) -> None:
@@ -196,13 +218,35 @@ class SourceCursor:
 
     def _pass(self, block: Block) -> None:
         """Move to the start of the next part; what is left of this one was dropped."""
-        self.dropped.update(block.count(self._counted, block.size))
+        self._count(block, block.size)
         following = self._following(block)
+        self._check(1 if following is None or following.epoch > self.epoch else _ENOUGH)
         if following is None:
             self.epoch, self.window, self.part = self.epoch + 1, 0, 0
         else:
             self.epoch, self.window, self.part = following.epoch, following.window, following.part
         self.offset = self._counted = 0
+
+    def _count(self, block: Block, stop: int) -> None:
+        counts = block.count(self._counted, stop)
+        self.dropped.update(counts)
+        if self._spec.max_bad_fraction is not None:
+            records, bad = self.checked
+            added = sum(counts.get(reason, 0) for reason in BAD_REASONS)
+            self.checked = records + block.records(self._counted, stop), bad + added
+
+    def _check(self, enough: int) -> None:
+        """Raise where the limit is passed: a function of the records alone, never of when they were read."""
+        limit = self._spec.max_bad_fraction
+        records, bad = self.checked
+        if limit is None or records < enough or bad <= limit * records:
+            return
+        listed = f"listed in {self._spec.quarantine}" if self._spec.quarantine else 'on_error="quarantine" lists them'
+        raise DataError(
+            f"source {self._spec.name!r} of stream {self.stream!r}, epoch {self.epoch}: {bad} of {records} records are "
+            f"bad, more than max_bad_fraction={limit} allows; left out so far: {dict(self.dropped)}; {listed}. Mend "
+            "the data or the transform, or raise the limit and go on from the last checkpoint"
+        )
 
     def _following(self, block: Block) -> PartKey | None:
         """The part behind a block; None behind the last epoch, or the last of this pass."""

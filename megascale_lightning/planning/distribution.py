@@ -81,7 +81,11 @@ def _distribute_by_length(spec: StreamSpec, rows: IntArray, row_offsets: IntArra
         return found
 
     costs = costs_of(by_length)
-    groups = spec.strategy.assign(costs, num_bins=spec.num_groups, per_bin=spec.num_microbatches)
+    # Filler comes last in every group: what is real is dealt by itself, so that it takes as few microbatches as it can.
+    due = -(-len(np.flatnonzero(rows >= 0)) // (micro * spec.num_groups)) * spec.num_groups
+    real = spec.strategy.assign(costs[:due], num_bins=spec.num_groups, per_bin=due // spec.num_groups)
+    rest = np.arange(due, len(costs)).reshape(spec.num_groups, -1)
+    groups = np.concatenate([np.asarray(real).reshape(spec.num_groups, -1), rest], axis=1)
     dealt = RoundRobin().assign(costs, num_bins=spec.num_groups, per_bin=spec.num_microbatches * micro)
     before = costs_of(rows[dealt].reshape(spec.num_groups, spec.num_microbatches, micro)).sum(axis=1)
     return _report(by_length[groups], costs[groups].sum(axis=1), before, lower_bound(costs, spec.num_groups))

@@ -77,6 +77,7 @@ class StepPlanner:
         Raises:
             NeedBlocks: A part has to be described first; nothing has changed.
             EmptySourceError: A whole epoch of a source, or a whole pass, gave nothing.
+            DataError: More of a source's records are bad than its limit allows.
         """
         if state.ended:
             return None, state
@@ -122,6 +123,7 @@ class StepPlanner:
                 self._blocks,
                 state.sources[index],
                 state.dropped[index],
+                state.checked[index] if state.checked else (0, 0),
                 state.passes + 1 if self._spec.passes else source.epochs,
             )
             for index, source in enumerate(self._spec.sources)
@@ -187,7 +189,8 @@ class StepPlanner:
             position = (cursor.epoch, cursor.window, cursor.part, cursor.offset)
             sources[index] = (*position, mixer.share[index], mixer.given[index], weights[index])
         dropped = tuple(dict(cursor.dropped) for cursor in self._cursors)
-        return replace(state, sources=sources, dropped=dropped, carry=carry)
+        checked = tuple(cursor.checked for cursor in self._cursors)
+        return replace(state, sources=sources, dropped=dropped, carry=carry, checked=checked)
 
     def _over(self, before: LoaderState, after: LoaderState, left: IntArray) -> LoaderState:
         """The end of a stream, or of a pass: what is left over too few rows is dropped and counted."""

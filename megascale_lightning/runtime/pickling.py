@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import IO, Any
 
-__all__ = ["dump"]
+__all__ = ["dump", "dumps"]
 
 
 def dump(value: Any, file: IO[bytes]) -> None:
@@ -13,3 +14,18 @@ def dump(value: Any, file: IO[bytes]) -> None:
 
     write: Any = cloudpickle.dump
     write(value, file)
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value for another process: as `dump` where it needs that, without importing Ray where it does not."""
+    try:
+        data = pickle.dumps(value)
+        if b"__main__" not in data:
+            return data
+    except Exception:
+        data = b""  # what is defined inside a function, for example
+    from ray import cloudpickle
+
+    write: Any = cloudpickle.dumps
+    by_value: bytes = write(value)
+    return by_value

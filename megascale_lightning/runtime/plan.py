@@ -62,6 +62,8 @@ class RuntimePlan:
     planner: RoleRecipe
     constructor: RoleRecipe
     loaders: tuple[RoleRecipe, ...]
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables that the loaders' processes are given; secrets."""
 
     def __post_init__(self) -> None:
         names = [recipe.name for recipe in self.recipes()]

@@ -8,8 +8,8 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import ray
@@ -19,6 +19,7 @@ from megascale_lightning.runtime.host import RoleHost
 from megascale_lightning.runtime.plan import RoleRecipe
 from megascale_lightning.runtime.ray_handles import RayCaller
 from megascale_lightning.runtime.ray_orphans import end_with_raylet
+from megascale_lightning.sources.stores.secrets import remember_secrets
 from megascale_lightning.types import NotYet
 
 __all__ = ["ConstructorActor", "LoaderActor", "PlannerActor", "RoleActor", "Wiring", "actor_class"]
@@ -38,12 +39,18 @@ class Wiring:
     restart_timeout: float
     sys_path: tuple[str, ...]
     """Where the process that made the recipes imports from."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables to set: an argument, since Ray writes those of a `runtime_env` to its logs."""
 
     def enter(self) -> None:
         """Make this process import what that process can import, keep off the GPUs, and not outlive its Ray."""
         end_with_raylet()
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        sys.path += [entry for entry in self.sys_path if entry not in sys.path]
+        os.environ.update(self.environment)
+        remember_secrets(list(self.environment.values()))
+        # In that order, so that a name means the same module here as there.
+        there = [entry for entry in self.sys_path if os.path.exists(entry)]
+        sys.path[:] = [*there, *(entry for entry in sys.path if entry not in there)]
 
 
 class RoleActor(ABC):
@@ -185,7 +192,22 @@ class LoaderActor(RoleActor):
     def request(self, method: str, args: tuple[Any, ...], wait_s: float) -> Any:
         """Call the role; `wait_s` is for the likeness with the other actors."""
         self._check()
-        return getattr(self._role, method)(*args)
+        try:
+            return getattr(self._role, method)(*args)
+        except Exception as error:
+            make_sendable(error)
+            raise
+
+
+def make_sendable(error: BaseException | None) -> None:
+    """Write out what is no UTF-8 in the messages of an error and its causes: Ray never sends what it cannot encode."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.args = tuple(
+            text.encode("utf-8", "backslashreplace").decode() if isinstance(text, str) else text for text in error.args
+        )
+        error = error.__cause__ or error.__context__
 
 
 class SharedObjects:

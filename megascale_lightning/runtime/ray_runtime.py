@@ -12,6 +12,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from megascale_lightning.errors import MegaScaleWarning, RuntimeFailure
@@ -228,6 +229,7 @@ def _supervise(plan: RuntimePlan, told: ToldPlanner, address: RayAddress, import
         restart_timeout=address.restart_timeout,
         sys_path=tuple(os.path.abspath(entry) for entry in sys.path),
     )
+    loading = replace(wiring, environment=plan.environment)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     loader = ray_actors.actor_class(ray_actors.LoaderActor)
     classes: dict[str, tuple[Any, Any]] = {recipe.name: (loader, "SPREAD") for recipe in plan.loaders}
@@ -250,7 +252,7 @@ def _supervise(plan: RuntimePlan, told: ToldPlanner, address: RayAddress, import
             **({"runtime_env": {"env_vars": dict(imports)}} if imports else {}),
         )
         made = _pickled(told.recipe(), dumps) if name == plan.planner.name else recipes[name]
-        return options.remote(name, dumps(failure) if failure else made, wiring)
+        return options.remote(name, dumps(failure) if failure else made, loading if actor is loader else wiring)
 
     return Supervisor(address.roles, spawn)
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from megascale_lightning.sources.storage import FileInfo
+from megascale_lightning.sources.stores.storage import FileInfo
 from megascale_lightning.types import IntArray
 
 __all__ = ["UNIT", "Manifest"]
@@ -57,7 +57,8 @@ class Manifest:
         """
         hasher = hashlib.sha256(self.format.encode())
         for info in self.files:
-            hasher.update(f"\0{os.path.basename(info.path)}\0{info.size}".encode())
+            # A name that is no UTF-8 has stand-ins for its bytes.
+            hasher.update(f"\0{os.path.basename(info.path)}\0{info.size}".encode("utf-8", "surrogateescape"))
         hasher.update(np.ascontiguousarray(self.units, UNIT).tobytes())
         if self.sliced:
             hasher.update(b"sliced")
@@ -66,8 +67,12 @@ class Manifest:
             return hasher.hexdigest()[:12]
         return f"{hasher.hexdigest()[:12]}-{hashlib.sha256(repr(times).encode()).hexdigest()[:6]}"
 
+    def file_of(self, unit: int, row: int | None = None) -> FileInfo:
+        """The file of a unit, its first one where each record has a file of its own; or of a record."""
+        index = int(self.units[unit]["file"])
+        return self.files[index + row if self.format == "images" and row is not None else index]
+
     def locate(self, unit: int, row: int | None = None) -> str:
         """Where a record is, for messages: file, unit and row."""
-        path = self.files[int(self.units[unit]["file"])].path
-        where = f"{path}, unit {unit}"
+        where = f"{self.file_of(unit, row).path}, unit {unit}"
         return where if row is None else f"{where}, row {row}"

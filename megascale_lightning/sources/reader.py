@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megascale_lightning.sources.formats import Resources, load_format
+from megascale_lightning.sources.formats.parquet import FilePool
 from megascale_lightning.sources.manifest import Manifest
-from megascale_lightning.sources.parquet import FilePool
 from megascale_lightning.sources.records import SourceReader
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.storage import Storage
+from megascale_lightning.sources.stores.diskcache import DiskCache
+from megascale_lightning.sources.stores.storage import Storage
 
 __all__ = ["make_reader"]
 
 
 def make_reader(
-    source: Source, manifest: Manifest, columns: Sequence[str] | None, *, pool: FilePool | None = None
+    source: Source,
+    manifest: Manifest,
+    columns: Sequence[str] | None,
+    *,
+    pool: FilePool | None = None,
+    cache: DiskCache | None = None,
 ) -> SourceReader:
     """A reader of `source`; opens nothing yet.
 
@@ -24,6 +30,7 @@ def make_reader(
         manifest: What `build_manifest` found.
         columns: What to read; None reads all.
         pool: Open files, shared by the readers of one role; None makes one.
+        cache: Blocks of remote files on this machine; None: every read goes to the store.
     """
-    resources = Resources(Storage.of(source), pool or FilePool())
+    resources = Resources(Storage.of(source, cache=cache), pool or FilePool())
     return load_format(manifest.format).make_reader(source, manifest, columns, resources)

@@ -30,12 +30,14 @@ class RecordBlock:
     """Index in the block -> what is wrong with the record, its place not included unless finer than (unit, row)."""
     raw: Mapping[int, bytes] = field(default_factory=dict)
     """Index in the block -> a failed record as stored, as far as it could be told from its neighbours."""
+    is_lost: bool = False
+    """The bytes it would be read from are broken: every record failed, and none can be told from the next."""
 
     def samples(self) -> Sequence[Any]:
         """One mapping per record: numpy arrays for lists of numbers, python objects for the rest."""
         if self.objects is not None:
             return self.objects
-        from megascale_lightning.sources.arrowcolumns import table_rows
+        from megascale_lightning.sources.formats.arrowcolumns import table_rows
 
         assert self.table is not None
         return table_rows(self.table)
@@ -50,6 +52,7 @@ class SourceReader(ABC):
 
         Raises:
             DataError: The unit cannot be read, or lacks a column; names source, file and unit.
+            CorruptDataError: Its stored bytes are broken, so that reading again would fail again.
         """
 
     def read_slice(self, unit: int, index: int, slice_bytes: int) -> tuple[RecordBlock, bool]:
@@ -60,8 +63,22 @@ class SourceReader(ABC):
 
         Raises:
             DataError: The unit cannot be read; names source, file and unit.
+            CorruptDataError: Its stored bytes are broken, which ends the unit where `on_error` drops what is bad.
         """
         raise TypeError(f"{type(self).__name__} reads whole units: it has no slice {index} of unit {unit}")
+
+    def read_epoch_slice(
+        self, unit: int, index: int, slice_bytes: int, epoch: tuple[str | int, ...]
+    ) -> tuple[RecordBlock, bool]:
+        """`read_slice` of one epoch of a run, where a unit may hold other records in the next: iterables may draw.
+
+        Args:
+            unit: See `read_slice`.
+            index: See `read_slice`.
+            slice_bytes: See `read_slice`.
+            epoch: Names the epoch: seed, stream and number. What is drawn depends on it alone.
+        """
+        return self.read_slice(unit, index, slice_bytes)
 
     @abstractmethod
     def close(self) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.sources.functions import function_name, takes_rng
+from megascale_lightning.sources.stores.filesystems import is_filesystem
+from megascale_lightning.sources.stores.secrets import has_password, leaves, without_secrets
 
 __all__ = ["Executor", "Format", "OnError", "Overlong", "Source"]
 
@@ -59,8 +62,12 @@ class Source:
     """`transform(sample)` or `transform(sample, rng)`, run in the loader before planning: dict in, dict out, or None to
     drop the sample. `rng` is a `numpy.random.Generator` derived from (seed, sample id)."""
     transform_batched: Callable[..., Any] | None = None
-    """The same over many records at once, in place of `transform`: `transform_batched(columns)` or with `rng`, a
-    mapping of lists in, a mapping of as many values each out, or a list of dicts and None."""
+    """The same over up to 256 records at once, in place of `transform`: `transform_batched(columns)` or
+    `transform_batched(columns, rng)`. In: a dict of one list per field, of numpy arrays for lists of numbers, of python
+    objects for the rest, None where a record lacks the field. Out: a mapping of one sequence per field, with a value
+    for each record (a list of lists or arrays, an array, an Arrow array, what `tokenizer.encode_batch` gives), or a
+    list of one dict per record; None, in every field, drops a record. A call that raises is repeated record by record
+    where `on_error` is not "raise". `rng` is derived from (seed, source, epoch, unit, first row)."""
     length: str | Callable[[Any], int] | None = None
     """A column with the length in tokens, or a function of the transformed sample; default: that of `input_ids`, or as
     `CollatedRows` says."""
@@ -69,23 +76,27 @@ class Source:
     shuffle: bool = True
     """Whether units and records are permuted (seeded)."""
     on_error: OnError = "raise"
-    """What happens to a record that cannot be read or transformed. "quarantine" drops it as "skip" does, and writes
-    down which it was and why."""
+    """What happens to a record that cannot be read or transformed, and to all records of stored bytes that are broken
+    for good (a file cut short). "quarantine" drops them as "skip" does, and writes down which they were and why."""
     max_bad_fraction: float | None = None
-    """More dropped records than this share of those read so far, at least 100, end the run; None: no limit."""
+    """A larger share than this of bad records (what `on_error` drops, not what a policy drops) among those that the
+    stream has passed, at least 100 or a whole epoch, ends the run; None: no limit."""
     overlong: Overlong = "split"
     """What happens to a sample longer than a row."""
     thread_safe: bool = False
     """The transform may run on several threads at once."""
     executor: Executor = "inline"
-    """Where transforms run: in the loader's thread, on threads beside it (for code that releases the interpreter lock;
-    needs `thread_safe=True` or a transform that takes `rng`), or in processes."""
+    """Where transforms (and a dataset's `__getitem__`) run: in the loader's thread, on threads beside it (for code that
+    releases the interpreter lock; needs `thread_safe=True` or a transform that takes `rng`), or in processes. The
+    samples are the same."""
     num_workers: int | None = None
     """Threads or processes of `executor`; None: as many as there are cores."""
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    """Keywords of the fsspec filesystem, credentials among them: handed to the loaders, and written down nowhere."""
+    """Keywords of the fsspec filesystem, credentials among them: handed to the loaders, and written down nowhere. A
+    text `env:NAME` stands for the value of an environment variable of rank 0's process."""
     filesystem: Any = field(default=None, repr=False)
-    """An fsspec or pyarrow filesystem to read with, in place of the one that the URL names."""
+    """An fsspec or pyarrow filesystem to read with, in place of the one that the URL names. It has to pickle, unless
+    the loaders run in this process."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -93,6 +104,15 @@ class Source:
             raise ConfigError(f"source {self.name!r}: " + "; ".join(problems))
         if isinstance(self.columns, list):
             object.__setattr__(self, "columns", tuple(self.columns))
+
+    def __repr__(self) -> str:
+        shown = {field.name: without_secrets(getattr(self, field.name)) for field in fields(self) if field.repr}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether records go through the user's code before they are samples."""
+        return self.transform is not None or self.transform_batched is not None
 
     def _problems(self) -> list[str]:
         found = []
@@ -105,6 +125,7 @@ class Source:
         if self.epochs is not None and (not isinstance(self.epochs, int) or self.epochs < 1):
             found.append(f"epochs must be a whole number of at least 1, or None for endless, not {self.epochs!r}")
         found += self._numbers_and_kinds()
+        found += self._storage_problems()
         for name, value, choices in (
             ("format", self.format, (None, *get_args(Format))),
             ("on_error", self.on_error, get_args(OnError)),
@@ -114,6 +135,30 @@ class Source:
             if value not in choices:
                 found.append(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
         return found
+
+    def _storage_problems(self) -> list[str]:
+        found = []
+        urls = [*_texts(self.data), *(text for _, text in leaves(self.storage_options or {}))]
+        if any(map(has_password, urls)):
+            found.append(
+                "a URL holds a user name and a password, and URLs are kept in checkpoints and logs: leave them out of "
+                "it and give storage_options, for HTTP {'headers': {'Authorization': 'env:NAME'}} with a variable that "
+                "holds 'Basic ...' or 'Bearer ...'"
+            )
+        if self.filesystem is not None and not is_filesystem(self.filesystem):
+            kind = type(self.filesystem).__name__
+            found.append(f"filesystem must be a filesystem of fsspec or pyarrow, or None, not a {kind}")
+        return found + self._executor_problems()
+
+    def _executor_problems(self) -> list[str]:
+        function = self.transform or self.transform_batched
+        if self.executor != "threads" or self.thread_safe or not callable(function) or takes_rng(function):
+            return []
+        return [
+            f"executor='threads' needs a transform that takes `rng`, or thread_safe=True: {function_name(function)} "
+            "may draw from the global random states, which several threads cannot have to themselves. Declare "
+            "thread_safe=True if it does not, or set executor='processes'"
+        ]
 
     def _numbers_and_kinds(self) -> list[str]:
         found = [
@@ -131,7 +176,15 @@ class Source:
         bad = self.max_bad_fraction
         if bad is not None and not (isinstance(bad, (int, float)) and 0 <= bad < 1):
             found.append(f"max_bad_fraction must be a number from 0 to below 1, not {bad!r}")
+        elif bad is not None and self.on_error == "raise":
+            found.append('max_bad_fraction needs on_error="skip" or "quarantine": else one bad record ends the run')
         workers = self.num_workers
         if workers is not None and (not isinstance(workers, int) or workers < 1):
             found.append(f"num_workers must be a whole number of at least 1, not {workers!r}")
         return found
+
+
+def _texts(data: Any) -> list[str]:
+    if isinstance(data, (list, tuple)):
+        return [text for item in data if isinstance(item, (str, list, tuple)) for text in _texts(item)]
+    return [data] if isinstance(data, str) else []

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megascale_lightning.errors import EmptySourceError
-from megascale_lightning.sources import dataset
-from megascale_lightning.sources.files import find_files, is_file_data
-from megascale_lightning.sources.formats import find_file_format, load_format
+from megascale_lightning.sources.formats import dataset, find_file_format, load_format
+from megascale_lightning.sources.formats.folderformats import find_folder_format
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.storage import FileInfo, Storage
+from megascale_lightning.sources.stores.files import find_files, is_file_data
+from megascale_lightning.sources.stores.storage import FileInfo, Storage
 
 __all__ = ["build_manifest", "find_format"]
 
@@ -23,6 +24,7 @@ def build_manifest(
     portable: bool = False,
     dump: Callable[[Any, Any], None] = pickle.dump,
     files: tuple[FileInfo, ...] | None = None,
+    needs_tokens: bool = True,
 ) -> Manifest:
     """List the files and units of a source. Reads Parquet footers and looks for newlines; runs once, on one process.
 
@@ -31,32 +33,47 @@ def build_manifest(
         portable: A dataset must pickle, since roles of other processes read it.
         dump: `dump(object, file)`: how it will be pickled.
         files: The files to take, of those that the source names; None takes all.
+        needs_tokens: Rows are made of `input_ids`, which files of a source without a transform must have.
 
     Raises:
-        ConfigError: Files are missing, of no known format, or lack a column; a dataset is none, or does not pickle.
+        ConfigError: Files are missing, of no known format, or lack a column; data are neither a dataset nor an
+            iterable, or do not pickle.
         EmptySourceError: There is no record at all.
         DataError: A file cannot be read.
     """
     storage = Storage.of(source)
-    kind = find_format(source, storage)
-    if kind == "dataset" and portable:
+    kind, made = _recognise(source, storage)
+    if kind in ("dataset", "iterable") and portable:
         dataset.check_portable(source, dump)
     form = load_format(kind)
+    if kind == "dataset" and made is not None:
+        source = replace(source, data=made)
     files = files or form.list_files(source, storage)
-    units, sliced = form.list_units(source, files, storage)
+    listed = source if needs_tokens or source.columns is not None else replace(source, columns=())
+    units, sliced = form.list_units(listed, files, storage)
     if not units["rows"].any():
+        if kind == "dataset":
+            raise EmptySourceError(f"source {source.name!r}: its dataset is empty")
         raise EmptySourceError(f"source {source.name!r}: its {len(files)} files hold no record ({files[0].path}, ...)")
     return Manifest(files, units, kind, sliced)
 
 
 def find_format(source: Source, storage: Storage) -> str:
-    """The format as declared, or by the first file's name.
+    """The format as declared, or by a file's name, what lies in a folder, or what a callable returns, called once.
 
     Raises:
-        ConfigError: The name does not tell.
+        ConfigError: None of these tells.
     """
+    return _recognise(source, storage)[0]
+
+
+def _recognise(source: Source, storage: Storage) -> tuple[str, Any]:
+    """The format, and what the callable returned if it was called."""
     if source.format is not None:
-        return source.format
+        return source.format, None
     if not is_file_data(source.data):
-        return "dataset"
-    return find_file_format(source, [info.path for info in find_files(source.name, source.data, storage)])
+        return dataset.recognise_data(source)
+    folder = find_folder_format(source, storage)
+    if folder is not None:
+        return folder, None
+    return find_file_format(source, [info.path for info in find_files(source.name, source.data, storage)]), None

@@ -97,8 +97,11 @@ def _one_step(rank: int, loader: MegaScaleLoader, iterator: Any, found: Read) ->
         except StopIteration:
             assert count == 0
             return 0
+        assert loader.last_info is not None
         found.got.append(Got(rank, batch, loader.last_info))
-    return loader.num_microbatches
+        if loader.last_info.is_last_in_step:
+            return count + 1
+    raise AssertionError("a step without an end")
 
 
 class Images:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megascale_lightning import LoaderConfig, PackedRows, PaddedRows, Source, StateError
+from megascale_lightning.checkpointing.fingerprint import order_fingerprint
 
 from .harness import Step, World
 
@@ -45,6 +46,10 @@ def double(sample: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": [2 * token for token in sample["input_ids"]]}
 
 
+def double_all(columns: dict[str, Any]) -> dict[str, Any]:
+    return {"input_ids": [2 * ids for ids in columns["input_ids"]]}
+
+
 def config_for(root: Path, names: tuple[str, ...] = tuple(COUNTS), **changes: Any) -> LoaderConfig:
     own = changes.pop("own", {})
     sources = [Source(name, str(root / name / "*.jsonl"), **own.get(name, {})) for name in names]
@@ -66,6 +71,20 @@ def go_on(config: LoaderConfig, state: dict[str, Any], steps: int = 15, *, passe
 
 def drawn(steps: list[Step]) -> Counter[str]:
     return Counter(piece[0] for step in steps for piece in step.pieces())
+
+
+def test_settings_of_a_format_belong_to_the_order() -> None:
+    def table(**options: Any) -> dict[str, Any]:
+        config = LoaderConfig(
+            sources=[Source("t", "x.csv", format_options=options)], rows=PackedRows(16, 2), runtime="local"
+        )
+        return order_fingerprint(config, stream="train", global_batch_size=4, passes=False)
+
+    plain = table()
+    assert table(delimiter=";", header=False) == plain | {
+        "sources.t.format_options": '{"delimiter": ";", "header": false}'
+    }
+    assert table(header=False, delimiter=";") == table(delimiter=";", header=False)
 
 
 def test_nothing_changed(root: Path, saved: dict[str, Any]) -> None:
@@ -109,6 +128,12 @@ REFUSED: list[Any] = [
     pytest.param(None, {"part_bytes": 900}, "part_bytes", id="part_bytes"),
     pytest.param(None, {"last_step": "drop"}, "last_step", id="last_step"),
     pytest.param(None, {"own": {"web": {"transform": double}}}, "sources.web.transform", id="transform"),
+    pytest.param(
+        None,
+        {"own": {"web": {"transform_batched": double_all}}},
+        "sources.web.transform_batched",
+        id="transform_batched",
+    ),
     pytest.param(None, {"own": {"web": {"shuffle": False}}}, "sources.web.shuffle", id="shuffle"),
     pytest.param(None, {"own": {"web": {"epochs": 2}}}, "sources.web.epochs", id="epochs"),
     pytest.param(None, {"own": {"web": {"overlong": "drop"}}}, "sources.web.overlong", id="overlong"),

@@ -13,7 +13,7 @@ from megascale_lightning.checkpointing.filelists import (
     pack_lists,
     unpack_lists,
 )
-from megascale_lightning.sources.storage import FileInfo
+from megascale_lightning.sources.stores.storage import FileInfo
 
 A, B, C = (FileInfo(f"/data/web/{name}.parquet", size, 5) for name, size in (("a", 10), ("b", 20), ("c", 30)))
 

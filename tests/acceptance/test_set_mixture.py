@@ -191,6 +191,14 @@ class TestRefusals:
         with World(config_for(mixed)) as world, pytest.raises(ConfigError, match=message):
             world.loaders[0].set_mixture(weights, at_step)
 
+    @pytest.mark.parametrize("given", ["x", None, 3, ["web"]])
+    def test_no_mapping(self, mixed: Corpus, given: Any) -> None:
+        with (
+            MegaScaleLoader(config_for(mixed)) as loader,
+            pytest.raises(ConfigError, match=r"set_mixture takes weights by source name, such as .*; the sources are"),
+        ):
+            loader.set_mixture(given)
+
     def test_not_for_evaluation(self, mixed: Corpus) -> None:
         config = config_for(mixed, val_sources=mixed.sources())
         with MegaScaleLoader(config, stream="val/0") as loader, pytest.raises(StreamError, match="val/0"):

@@ -158,6 +158,10 @@ class FakeSession:
 
     packed_file_lists = b""
 
+    def pass_batches(self, stream: str) -> int | None:
+        steps = self.pass_steps(stream)
+        return None if steps is None else steps * (self.accumulate if stream == "train" else 1)
+
     def pass_steps(self, stream: str) -> int | None:
         if not self.knows_lengths:
             return None

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip
 
 from megascale_lightning import MegaScaleDataModule
-from megascale_lightning.loading.transforms import _restored_states
-from megascale_lightning.sources.dataset import UNIT_RECORDS
+from megascale_lightning.sources.formats.dataset import UNIT_RECORDS
+from megascale_lightning.sources.globalstates import lent_states
 from megascale_lightning.sources.seeding import derive_seed
 
 FACES = Path(skimage.data.__file__).with_name("lfw_subset.npy")
@@ -164,7 +164,7 @@ def sample_of(dataset: Any, name: str, sample_id: tuple[Any, ...], seed: int = 0
     source, epoch, unit, row, *_ = sample_id
     assert source == name
     key = derive_seed("sample", seed, source, epoch, unit, row)
-    with _restored_states():  # with runtime="local", a reading thread of this process draws from the same generators
+    with lent_states():  # with runtime="local", a reading thread of this process draws from the same generators
         torch.default_generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
         return dataset[unit * UNIT_RECORDS + row]
 

@@ -146,6 +146,15 @@ def test_the_error_names_the_file(corpus: Path, saved: Path, change: Any, said: 
         fit(real_data(corpus), STEPS, ckpt=saved)
 
 
+def test_damaged_digests_beside_file_lists_are_refused(corpus: Path, saved: Path, tmp_path: Path) -> None:
+    checkpoint = torch.load(saved, weights_only=True)
+    for state in (checkpoint["callbacks"]["megascale_lightning"], checkpoint["MegaScaleDataModule"]):
+        state["files"] = ["web", "code"]
+    torch.save(checkpoint, tmp_path / "damaged.ckpt")
+    with pytest.raises(StateError, match=r"damaged: files must be a mapping, not \['web', 'code'\]"):
+        fit(real_data(corpus), STEPS, ckpt=tmp_path / "damaged.ckpt")
+
+
 class RenamedData(MegaScaleDataModule):
     """Another name than in the checkpoint."""
 

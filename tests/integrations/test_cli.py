@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import fsspec
 import lightning as L
 import pytest
 import torch
@@ -30,6 +31,7 @@ from megascale_lightning import (
     TokenCost,
 )
 from megascale_lightning.integrations.lightning.hyperparameters import plain, revived
+from megascale_lightning.rows import Rows
 from tests.integrations.corpora import held_out, train_sources, write_corpus
 from tests.integrations.swapped import PictureData
 
@@ -39,6 +41,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def shorten(sample: dict[str, Any]) -> dict[str, Any]:
     """A transform, found by its dotted path."""
     return {"input_ids": sample["input_ids"][:30]}
+
+
+OPTIONS = {"key": "hunter-4711", "headers": {"Authorization": "env:AUTH"}, "anon": False, "region": "eu-1"}
+MASKED = {"key": "***", "headers": {"Authorization": "env:AUTH"}, "anon": False, "region": "eu-1"}
+SIGNED_URL = "https://h/x.parquet?X-Amz-Signature=s1gned"
 
 
 class Model(L.LightningModule):
@@ -68,6 +75,14 @@ class MyData(MegaScaleDataModule):
 
     def __init__(self, *, sources: Any = (), rows: Any, seed: int = 0, extra: Any = None, **more: Any) -> None:
         super().__init__(sources=sources, rows=rows, seed=seed, **more)
+        self.save_hyperparameters()
+
+
+class SavingData(MegaScaleDataModule):
+    """The same, with types that LightningCLI reads."""
+
+    def __init__(self, sources: dict[str, Any], rows: Rows, runtime: Literal["ray", "local"] = "ray") -> None:
+        super().__init__(sources=sources, rows=rows, runtime=runtime)
         self.save_hyperparameters()
 
 
@@ -253,6 +268,94 @@ class TestParsing:
         assert printed["weights"] == {"web": 0.5}
         assert printed["sources"] == config["data"]["sources"]
         assert {path.name for path in folder.iterdir()} == {"settings.yaml"}
+
+
+class TestSecrets:
+    """They are used, and neither printed nor saved; what is no secret stays as it was written."""
+
+    def config(self, corpus: Path | str = "/nowhere") -> dict[str, Any]:
+        sources: Any = {
+            "web": {"data": f"{corpus}/web/*.parquet", "storage_options": OPTIONS},
+            "code": {"data": f"{corpus}/code/*.jsonl", "transform": f"{__name__}.shorten"},
+        }
+        by_name = {"a": {"x": {"data": "x.jsonl", "storage_options": OPTIONS}}}
+        listed = [{"name": "y", "data": SIGNED_URL, "storage_options": OPTIONS}]
+        return settings(sources=sources, val_sources=by_name, test_sources=listed, predict_sources={"z": listed[0]})
+
+    def test_they_arrive(self) -> None:
+        config = run(config=self.config()).datamodule.config
+        streams = config.streams()
+        assert [s.storage_options for name in streams for s in streams[name]] == [
+            OPTIONS,
+            None,
+            *[OPTIONS] * 3,
+        ]
+        assert streams["train"][1].transform is shorten
+        assert streams["test/0"][0].data == SIGNED_URL
+
+    def test_no_class_is_made_beside_them(self) -> None:
+        config = self.config()
+        config["data"]["sources"]["code"]["transform"] = {"class_path": "subprocess.Popen", "init_args": {"args": "x"}}
+        with pytest.raises(ConfigError, match=r"'code' has class paths in \['transform'\].*env:NAME"):
+            run(config=config)
+
+    def test_printed_settings_have_none(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            run("fit", "--print_config", config=self.config())
+        text = capsys.readouterr().out
+        printed = yaml.safe_load(text)["data"]
+        assert printed["sources"]["web"]["storage_options"] == MASKED
+        assert printed["val_sources"]["a"]["x"]["storage_options"] == MASKED
+        assert printed["test_sources"][0]["data"] == "https://h/x.parquet"
+        assert "hunter" not in text
+        assert "s1gned" not in text
+
+    def test_what_names_variables_is_printed_as_it_is(self, capsys: pytest.CaptureFixture[str]) -> None:
+        config = settings()
+        config["data"]["sources"]["web"]["storage_options"] = {"headers": {"Authorization": "env:AUTH"}}
+        with pytest.raises(SystemExit):
+            run("fit", "--print_config", config=config)
+        assert yaml.safe_load(capsys.readouterr().out)["data"]["sources"] == config["data"]["sources"]
+
+    def test_saved_settings_and_hyperparameters_have_none(
+        self, corpus: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AUTH", "hunter-4711")
+        config = self.config(corpus)
+        del config["data"]["sources"]["code"]["transform"]
+        for kind in ("val", "test", "predict"):
+            del config["data"][f"{kind}_sources"]
+        config["trainer"]["logger"] = {
+            "class_path": "lightning.pytorch.loggers.CSVLogger",
+            "init_args": {"save_dir": "l"},
+        }
+        cli = run("fit", config=config, data=SavingData)
+        assert cli.datamodule.config.sources[0].storage_options == OPTIONS
+        assert cli.datamodule.hparams["sources"]["web"]["storage_options"] == MASKED
+        Path("settings.yaml").unlink()
+        written = [path for path in folder.rglob("*") if path.is_file()]
+        assert {"config.yaml", "hparams.yaml", "step=2.ckpt"} <= {path.name for path in written}
+        assert not [path for path in written if b"hunter" in path.read_bytes()]
+        saved = yaml.safe_load(next(folder.rglob("config.yaml")).read_text())
+        assert saved["data"]["sources"]["web"]["storage_options"] == MASKED
+
+    def test_plain_leaves_none_in_any_form(self) -> None:
+        source = Source("y", SIGNED_URL, storage_options=OPTIONS, filesystem=fsspec.filesystem("memory"))
+        forms = [
+            source,
+            [source],
+            {"a": [source]},
+            {"y": {"data": SIGNED_URL, "storage_options": OPTIONS}},
+            [SIGNED_URL],
+        ]
+        for form in forms:
+            found = json.dumps(plain(form))
+            assert "hunter" not in found
+            assert "s1gned" not in found
+        assert plain(source)["storage_options"] == MASKED
+        assert plain(source)["filesystem"] == "<MemoryFileSystem>"
+        kept = {"data": "https://h/x?version=2", "storage_options": {"key": "env:KEY"}}
+        assert plain(kept) is kept
 
 
 class TestRuns:

@@ -104,5 +104,9 @@ def test_called_by_hand(corpus: Path) -> None:
 def test_refusals(corpus: Path) -> None:
     with pytest.raises(ConfigError, match="every_n_steps"):
         MixtureCallback(once, 0)
+    with pytest.raises(ConfigError, match=r"MixtureCallback: .*<lambda> gave 'web' after step 0: .* mapping"):
+        make_trainer(max_steps=2, callbacks=[MixtureCallback(lambda *_: "web")]).fit(  # type: ignore[arg-type,return-value]
+            Mixed(), datamodule=real_data(corpus)
+        )
     with pytest.raises(ConfigError, match="MegaScaleDataModule"):
         make_trainer(max_steps=1, callbacks=[MixtureCallback(once)]).fit(Mixed(), [{"x": 1}])

@@ -119,7 +119,9 @@ def test_accumulation_scheduler_is_refused() -> None:
 
 
 def test_overfitting_is_refused() -> None:
-    assert "overfit_batches" in refused({"max_steps": 3, "overfit_batches": 2})
+    message = refused({"max_steps": 3, "overfit_batches": 2})
+    assert "overfit_batches=2 would train on new data every epoch" in message
+    assert "Subset of a dataset, or a source of a small file" in message
 
 
 @pytest.mark.parametrize("limit", [6, 1])

@@ -13,13 +13,14 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Subset,
     TensorDataset,
 )
 
-from megascale_lightning import CollatedRows, ConfigError, MegaScaleDataModule, MegaScaleWarning
+from megascale_lightning import CollatedRows, ConfigError, DataError, MegaScaleDataModule, MegaScaleWarning
 from tests.integrations.swapped import (
     NUMBERS,
     Endless,
@@ -29,6 +30,21 @@ from tests.integrations.swapped import (
     adopt,
     fit,
 )
+
+
+class Broken(Dataset):
+    """Some of its samples cannot be fetched."""
+
+    def __init__(self, length: int, bad: set[int]) -> None:
+        self.length, self.bad = length, bad
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise OSError(f"picture {index} is cut short")
+        return index
 
 
 class TestDatasets:
@@ -140,6 +156,37 @@ class TestFromDatasets:
             pass
 
         assert type(Mine.from_datasets(NUMBERS, runtime="local")) is Mine
+
+    def test_what_a_failing_sample_advises(self) -> None:
+        """The error of a sample that fails names `on_error="skip"`: it can be set."""
+        train, held = Broken(8, {3, 5}), Broken(6, {0})
+        raised = MegaScaleDataModule.from_datasets(train, batch_size=2, runtime="local")
+        with pytest.raises(DataError, match='on_error="skip"'):
+            fit(raised, Events(), max_epochs=1)
+        data = MegaScaleDataModule.from_datasets(train, held, batch_size=2, runtime="local", on_error="skip")
+        assert self.batches(data) == (3, 3)
+
+    def batches(self, data: Any) -> tuple[int, int]:
+        model = Events()
+        fit(data, model, max_epochs=1)
+        validated = sum(event[0] == "val" for event in model.events)
+        return len(model.events) - validated - 1, validated
+
+    def test_an_adopted_one_skips_too(self) -> None:
+        loader, held = DataLoader(Broken(8, {3, 5}), batch_size=2), DataLoader(Broken(6, {0}), batch_size=2)
+        assert self.batches(adopt(Given(loader, held), on_error="skip", max_bad_fraction=0.5)) == (3, 3)
+
+    def test_the_share_of_bad_samples(self) -> None:
+        settings = {"on_error": "skip", "max_bad_fraction": 0.1}
+        broken = Broken(8, {3, 5})
+        for data in (
+            MegaScaleDataModule.from_datasets(broken, batch_size=2, runtime="local", **settings),
+            adopt(Given(DataLoader(broken, batch_size=2)), **settings),
+        ):
+            with pytest.raises(DataError, match=r"2 of 8 records are bad, more than max_bad_fraction=0\.1"):
+                fit(data, Events(), max_epochs=1)
+        with pytest.raises(ConfigError, match="max_bad_fraction needs on_error"):
+            adopt(Given(), max_bad_fraction=0.1)
 
     def test_workers_are_mentioned(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, "megascale_lightning"):

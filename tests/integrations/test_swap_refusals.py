@@ -20,10 +20,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from megascale_lightning import CollatedRows, ConfigError, MegaScaleDataModule, MegaScaleWarning
+from megascale_lightning import CollatedRows, ConfigError, EmptySourceError, MegaScaleDataModule, MegaScaleWarning
 from tests.integrations.swapped import (
     FACE_BATCHES,
     NUMBERS,
+    QUIET,
     Checking,
     Endless,
     Events,
@@ -168,14 +169,17 @@ class TestWhatHasNoEffect:
     """It is said once, on one rank."""
 
     def test_workers_are_mentioned(self, caplog: pytest.LogCaptureFixture) -> None:
-        loader = DataLoader(NUMBERS, batch_size=2, num_workers=1, pin_memory=True)
+        loader = DataLoader(NUMBERS, batch_size=2, num_workers=1, pin_memory=True, timeout=9, in_order=False)
         data = adopt(Given(loader))
         with caplog.at_level(logging.INFO, "megascale_lightning"):
             data.setup("fit")
             data.setup("fit")
         found = [record.message for record in caplog.records if "adopting" in record.name]
         assert len(found) == 1
-        assert "Given.train_dataloader() sets num_workers, prefetch_factor, pin_memory: without effect" in found[0]
+        assert (
+            "Given.train_dataloader() sets num_workers, prefetch_factor, pin_memory, timeout, in_order: without"
+            in found[0]
+        )
         data.teardown("fit")
 
     def test_seeds_are_warned_of(self) -> None:
@@ -193,3 +197,44 @@ class TestWhatHasNoEffect:
             data.setup("validate")
         assert len(data.val_dataloader()) == 3
         data.teardown("validate")
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")  # Lightning's own
+class TestEmptyDatasets:
+    """Lightning warns of an empty evaluation dataset and goes on; an empty training dataset is an error."""
+
+    def test_training_goes_on_without_validation(self) -> None:
+        data, model = adopt(Given(DataLoader(NUMBERS, batch_size=4), DataLoader([]))), Events()
+        with pytest.warns(MegaScaleWarning, match=r"^Given\.val_dataloader\(\): the dataset is empty, .* left out$"):
+            fit(data, model, max_epochs=1)
+        assert model.events == [(0, 0, 0), (0, 1, 1), "epoch end"]
+
+    def test_the_others_are_run(self) -> None:
+        loaders = [DataLoader([]), DataLoader(NUMBERS, batch_size=4)]
+        data, model = adopt(Given(DataLoader(NUMBERS, batch_size=8), loaders)), Events()
+        with pytest.warns(MegaScaleWarning, match=r"val_dataloader\(\)\[0\]: .* dataloader_idx counts without it"):
+            fit(data, model, max_epochs=1)
+        assert model.events == [(0, 0, 0), ("val", 0), ("val", 1), "epoch end"]
+
+    @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+    def test_an_evaluation_of_nothing(self, stage: str) -> None:
+        class Empty(L.LightningDataModule):
+            def val_dataloader(self) -> Any:
+                return DataLoader([])
+
+            test_dataloader = predict_dataloader = val_dataloader
+
+        class Model(Events):
+            def test_step(self, batch: Any, batch_idx: int) -> None:
+                self.events.append(batch)
+
+            predict_step = test_step
+
+        model, trainer = Model(), L.Trainer(**QUIET)
+        with pytest.warns(MegaScaleWarning, match="the dataset is empty"):
+            getattr(trainer, stage)(model, datamodule=adopt(Empty()))
+        assert model.events == []
+
+    def test_nothing_to_train_on(self) -> None:
+        with pytest.raises(EmptySourceError, match=r"^source 'train': its dataset is empty$"):
+            adopt(Given(DataLoader([]))).setup("fit")

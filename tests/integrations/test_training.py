@@ -86,10 +86,33 @@ def test_other_accumulation_trains_the_same_steps(corpus: Path, tmp_path: Path) 
 def test_other_batch_size_is_refused(corpus: Path, tmp_path: Path) -> None:
     saver = SaveAt(tmp_path)
     fit(corpus, {"max_steps": 2, "accumulate_grad_batches": 4, "callbacks": [saver]}, {})
-    with pytest.raises(StateError, match="accumulate_grad_batches=4"):
+    with pytest.raises(StateError, match=r'accumulate_grad_batches=4.*force_resume=\["global_batch_size"\]'):
         fit(corpus, {"max_steps": 4, "accumulate_grad_batches": 2}, {}, saver.saved[-1])
     with pytest.raises(StateError, match="global_batch_size"):
         fit(corpus, {"max_steps": 4, "accumulate_grad_batches": 2}, {"global_batch_size": 4}, saver.saved[-1])
+
+
+def test_other_batch_size_by_force_is_said_once(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = SaveAt(tmp_path)
+    fit(corpus, {"max_steps": 2, "accumulate_grad_batches": 4, "callbacks": [saver]}, {})
+    trainer, settings = {"max_steps": 4, "accumulate_grad_batches": 2}, {"force_resume": ["global_batch_size"]}
+    with caplog.at_level("WARNING", "megascale_lightning"):
+        model, _ = fit(corpus, trainer, settings, saver.saved[-1])
+    assert sorted(steps(model.rows)) == [2, 3]
+    found = [record.message for record in caplog.records if "other settings" in record.message]
+    assert found == ["the checkpoint was written with other settings: global_batch_size; going on"]
+
+
+@pytest.mark.parametrize("given", ["even", {"global_batch_size": "8"}, {"num_microbatches": 0}])
+def test_a_damaged_part_of_the_trainer_is_refused(corpus: Path, tmp_path: Path, given: Any) -> None:
+    saver = SaveAt(tmp_path)
+    fit(corpus, {"max_steps": 1, "callbacks": [saver]}, {})
+    checkpoint = torch.load(saver.saved[-1], weights_only=True)
+    for state in (checkpoint["callbacks"]["megascale_lightning"], checkpoint["MegaScaleDataModule"]):
+        state["trainer"] = given
+    torch.save(checkpoint, tmp_path / "damaged.ckpt")
+    with pytest.raises(StateError, match="'trainer' must be whole numbers"):
+        fit(corpus, {"max_steps": 2}, {}, tmp_path / "damaged.ckpt")
 
 
 def test_validation_sees_every_sample_each_time_and_moves_nothing(corpus: Path) -> None:

@@ -5,11 +5,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megascale_lightning.errors import ConfigError, DataError, ReplayError
+from megascale_lightning.errors import ConfigError, DataError, ReplayError, StateError
 from megascale_lightning.loading import LoadedSource, SourceLoader
 from megascale_lightning.rows import PackedRows, PaddedRows
 from megascale_lightning.sources import Source, build_manifest
-from megascale_lightning.sources.parquet import MAX_OPEN_FILES
+from megascale_lightning.sources.formats.parquet import MAX_OPEN_FILES
 from megascale_lightning.types import PartKey, TakeRequest
 
 FIRST = PartKey("train", 0, 0, 0, 0)
@@ -343,8 +343,14 @@ def test_a_part_that_failed_is_tried_again():
     assert loader.describe(FIRST).kept.all()
 
 
-def test_unknown_parts_are_index_errors():
+def test_a_part_that_only_a_damaged_state_asks_for_is_named():
     loader = loader_of(Source("d", [{"input_ids": [1]}]))
-    for key in (PartKey("train", 0, 0, 0, 1), PartKey("train", 0, 0, 1, 0), PartKey("val/0", 0, 0, 0, 0)):
+    with pytest.raises(StateError, match=r"source 'd' of stream 'train' has no part 1 in window 0 of epoch 0"):
+        loader.describe(PartKey("train", 0, 0, 0, 1))
+
+
+def test_unknown_windows_and_streams_are_index_errors():
+    loader = loader_of(Source("d", [{"input_ids": [1]}]))
+    for key in (PartKey("train", 0, 0, 1, 0), PartKey("val/0", 0, 0, 0, 0)):
         with pytest.raises(IndexError):
             loader.describe(key)

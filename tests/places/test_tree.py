@@ -175,6 +175,13 @@ class TestValue:
         with pytest.raises(AttributeError):
             tree.grid = given_ranks  # type: ignore[misc]
 
+    @pytest.mark.parametrize("rank", [1.0, True, -1, 3, "1", None])
+    def test_what_is_no_rank(self, rank: Any) -> None:
+        tree = ClientPlaceTree.from_sizes(dp=3)
+        with pytest.raises(ConfigError, match=f"rank {rank!r} has no place; the tree holds 3 ranks: 0-2"):
+            tree.data_group(rank)
+        assert tree.data_group(np.int64(1)) == 1
+
     def test_unknown_ranks_are_refused(self):
         tree = ClientPlaceTree.from_sizes(dp=3)
         for ask in (tree.place, tree.data_group, lambda rank: tree.group(rank, "dp")):

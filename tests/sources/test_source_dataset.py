@@ -6,7 +6,7 @@ import pytest
 
 from megascale_lightning.errors import ConfigError, EmptySourceError
 from megascale_lightning.sources import Source, build_manifest, make_reader
-from megascale_lightning.sources import dataset as datasets_module
+from megascale_lightning.sources.formats import dataset as datasets_module
 
 
 class Numbers:
@@ -50,7 +50,7 @@ def test_a_callable_that_returns_other_data_is_refused():
 
 def test_what_is_no_dataset_is_refused():
     with pytest.raises(ConfigError, match="__len__ and __getitem__"):
-        build_manifest(Source("s", lambda: iter([1])))
+        build_manifest(Source("s", lambda: 5))
     with pytest.raises(EmptySourceError):
         build_manifest(Source("s", Numbers(0)))
 
@@ -84,7 +84,7 @@ def test_hugging_face_datasets_are_read_as_arrow():
 
 def test_sources_and_loading_do_not_import_torch():
     code = (
-        "import sys, megascale_lightning.loading, megascale_lightning.sources.dataset; "
+        "import sys, megascale_lightning.loading, megascale_lightning.sources.formats.dataset; "
         "print([m for m in ('torch', 'lightning', 'ray', 'pandas') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

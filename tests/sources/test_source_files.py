@@ -7,8 +7,8 @@ import pytest
 
 from megascale_lightning.errors import ConfigError, DataError, EmptySourceError
 from megascale_lightning.sources import Source, build_manifest
-from megascale_lightning.sources.files import expand_braces, find_files
-from megascale_lightning.sources.storage import Storage
+from megascale_lightning.sources.stores.files import expand_braces, find_files
+from megascale_lightning.sources.stores.storage import Storage
 
 
 def names(infos):
@@ -87,3 +87,10 @@ def test_unknown_formats_and_empty_sources_are_errors(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(EmptySourceError, match="'s'"):
         build_manifest(Source("s", str(tmp_path / "a.jsonl")))
+
+
+def test_a_file_with_braces_in_its_name_is_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "{a,b}"
+    folder.mkdir()
+    (folder / "x.jsonl").write_text("{}\n")
+    assert names(find_files("s", str(folder / "x.jsonl"))) == ["x.jsonl"]

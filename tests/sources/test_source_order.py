@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.order import num_windows, part_permutation, window_parts, window_units_of
 from megascale_lightning.sources.seeding import derive_permutation
-from megascale_lightning.sources.storage import FileInfo
+from megascale_lightning.sources.stores.storage import FileInfo
 
 
 def manifest_of(rows, sizes):

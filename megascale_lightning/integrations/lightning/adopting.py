@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from types import MethodType
 from typing import Any, Final
@@ -21,12 +22,13 @@ from megascale_lightning.integrations.lightning.dataloaders import (
     ReadLoader,
     belonging_to,
     form_of,
+    name_settings,
     read_eval_loaders,
     read_train_loader,
 )
 from megascale_lightning.integrations.lightning.datamodule import MegaScaleDataModule
 from megascale_lightning.rows import CollatedRows, Rows
-from megascale_lightning.sources.source import Source
+from megascale_lightning.sources.source import OnError, Source
 
 __all__ = ["AdoptedDataModule", "adopt"]
 
@@ -47,6 +49,8 @@ def adopt(
     *,
     rows: Rows | None = None,
     collate_fn: Callable[[Sequence[Any]], Any] | None = None,
+    on_error: OnError = "raise",
+    max_bad_fraction: float | None = None,
     **settings: Any,
 ) -> AdoptedDataModule:
     """Take over a DataModule; see `MegaScaleDataModule.from_datamodule`.
@@ -56,6 +60,8 @@ def adopt(
         datamodule: The given one.
         rows: In place of what its loaders say.
         collate_fn: In place of theirs.
+        on_error: What happens to a sample that fails, in any of its datasets; see `Source`.
+        max_bad_fraction: Of `Source`.
         settings: Keywords of `MegaScaleDataModule`.
 
     Raises:
@@ -83,7 +89,8 @@ def adopt(
         )
     if rows is not None and collate_fn is not None:
         raise ConfigError("rows= and collate_fn= both say how batches are made: give CollatedRows(..., collate_fn)")
-    return AdoptedDataModule(datamodule, rows=rows, collate_fn=collate_fn, settings=settings)
+    bad = {"on_error": on_error, "max_bad_fraction": max_bad_fraction}
+    return AdoptedDataModule(datamodule, rows=rows, collate_fn=collate_fn, bad=bad, settings=settings)
 
 
 class _IfOverridden:
@@ -111,6 +118,7 @@ class AdoptedDataModule(MegaScaleDataModule):
         datamodule: The given one.
         rows: In place of `CollatedRows` with the loaders' batch sizes and collate functions.
         collate_fn: In place of the loaders' own.
+        bad: What every source says of bad samples: `on_error`, `max_bad_fraction`.
         settings: Keywords of `MegaScaleDataModule`.
     """
 
@@ -126,11 +134,12 @@ class AdoptedDataModule(MegaScaleDataModule):
         *,
         rows: Rows | None,
         collate_fn: Callable[[Sequence[Any]], Any] | None,
+        bad: Mapping[str, Any],
         settings: Mapping[str, Any],
     ) -> None:
         # Checks all that does not depend on the loaders; these are asked for after the given module's setup().
         super().__init__(
-            sources=[Source("train", (), format="dataset")],
+            sources=[Source("train", (), format="dataset", **bad)],
             rows=rows or CollatedRows(1, collate_fn),
             **{name: value for name, value in settings.items() if name not in _BY_NAME},
         )
@@ -141,6 +150,7 @@ class AdoptedDataModule(MegaScaleDataModule):
         )
         self._own_rows = rows
         self._own_collate_fn = collate_fn
+        self._bad = dict(bad)
         self._by_name = {name: settings[name] for name in _BY_NAME if name in settings}
         self._keeps_last_step = "last_step" in settings
         self._read: dict[str, dict[str, ReadLoader]] = {}
@@ -163,9 +173,9 @@ class AdoptedDataModule(MegaScaleDataModule):
         Raises:
             ConfigError: A loader, or a setting of the trainer, cannot be taken over.
         """
+        self._check_free()
         self.wrapped.trainer = self.trainer
         self._check_trainer(self.trainer)
-        self._check_free(self.trainer)
         self._close(None)  # while the settings are those that it was opened with
         self.wrapped.setup(stage=stage)  # type: ignore[arg-type]  # by keyword and with None, as Lightning does
         self.config = self._settle(stage)
@@ -180,6 +190,8 @@ class AdoptedDataModule(MegaScaleDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the given module, and end what this rank started."""
+        if self._is_at_work:
+            return  # the exception of another trainer, such as one that was refused
         try:
             self.wrapped.on_exception(exception)
         finally:
@@ -275,7 +287,9 @@ class AdoptedDataModule(MegaScaleDataModule):
 
     def __getstate__(self) -> dict[str, Any]:
         # Whoever gets the copy asks for the loaders itself.
-        return {**super().__getstate__(), "config": self._unasked, "_read": {}}
+        wrapped = copy(self.wrapped)
+        wrapped.trainer = None
+        return {**super().__getstate__(), "config": self._unasked, "_read": {}, "wrapped": wrapped}
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -306,15 +320,16 @@ class AdoptedDataModule(MegaScaleDataModule):
         for kind in ("train", *EVAL_KINDS) if stage is None else _KINDS[stage]:
             self._read[kind] = self._ask(kind) if self._is_due(kind, stage) else {}
         self._say()
-        changed: dict[str, Any] = {"sources": (), "eval_rows": {}}
+        sources = () if any(self._read.values()) else self._unasked.sources  # settings have a source, if only in name
+        changed: dict[str, Any] = {"sources": sources, "eval_rows": {}}
         train = self._read.get("train", {}).get("0")
         if train is not None:
-            changed |= {"sources": [_source("train", train)], "rows": self._rows_of(train)}
+            changed |= {"sources": [self._source("train", train)], "rows": self._rows_of(train)}
             if not self._keeps_last_step:
                 changed["last_step"] = "drop" if train.drop_last else "fill"
         for kind in EVAL_KINDS:
             loaders = self._read.get(kind, {})
-            named = {name: [_source(kind, loader)] for name, loader in loaders.items()}
+            named = {name: [self._source(kind, loader)] for name, loader in loaders.items()}
             changed[f"{kind}_sources"] = named["0"] if named and self._forms[kind] == "one" else named
             for index, loader in enumerate(loaders.values()):
                 changed["eval_rows"][f"{kind}/{index}"] = self._rows_of(loader)
@@ -339,7 +354,19 @@ class AdoptedDataModule(MegaScaleDataModule):
         if kind == "train":
             return {"0": read_train_loader(what, loaders)}
         self._forms[kind] = form_of(loaders)
-        return read_eval_loaders(what, loaders)
+        return self._with_samples(read_eval_loaders(what, loaders))
+
+    def _with_samples(self, loaders: dict[str, ReadLoader]) -> dict[str, ReadLoader]:
+        """Evaluation loaders without those of empty datasets: Lightning goes on without their batches, too."""
+        fresh = [read.what for read in loaders.values() if not len(read.dataset) and read.what not in self._said]
+        self._said |= set(fresh)
+        if fresh and (self.trainer is None or self.trainer.is_global_zero):
+            moved = "" if len(loaders) == 1 else ", and dataloader_idx counts without it"
+            _warn(f"{', '.join(fresh)}: the dataset is empty, so the loader is left out{moved}")
+        return {name: loader for name, loader in loaders.items() if len(loader.dataset)}
+
+    def _source(self, name: str, loader: ReadLoader) -> Source:
+        return Source(name, loader.dataset, format="dataset", shuffle=loader.shuffle, **self._bad)
 
     def _rows_of(self, loader: ReadLoader) -> Rows:
         if self._own_rows is not None:
@@ -354,26 +381,19 @@ class AdoptedDataModule(MegaScaleDataModule):
             loader for loaders in self._read.values() for loader in loaders.values() if loader.what not in self._said
         ]
         self._said |= {loader.what for loader in fresh}
-        ignored = _named(fresh, lambda loader: loader.without_effect)
+        ignored = name_settings(fresh, lambda loader: loader.without_effect)
         if ignored:
             logger.info("%s: without effect, since no DataLoader workers are started", ignored)
-        unseeded = _named(fresh, lambda loader: loader.without_seed)
+        unseeded = name_settings(fresh, lambda loader: loader.without_seed)
         if unseeded:
             _warn(f"{unseeded}: without effect; randomness comes from seed={self.config.seed} and the sample's id")
         trains = [loader.what for loader in self._read.get("train", {}).values()]
-        whole = _named(fresh, lambda loader: ("drop_last",) if loader.drop_last and loader.what not in trains else ())
+        whole = name_settings(
+            fresh, lambda loader: ("drop_last",) if loader.drop_last and loader.what not in trains else ()
+        )
         if whole:
             _warn(f"{whole}: without effect; an evaluation gives every sample once")
 
 
-def _named(loaders: Sequence[ReadLoader], of: Callable[[ReadLoader], Sequence[str]]) -> str:
-    """The settings of each loader that has any: `MyData.train_dataloader(): num_workers, pin_memory`."""
-    return "; ".join(f"{loader.what} sets {', '.join(of(loader))}" for loader in loaders if of(loader))
-
-
 def _warn(message: str) -> None:
     warnings.warn(message, MegaScaleWarning, stacklevel=2)
-
-
-def _source(name: str, loader: ReadLoader) -> Source:
-    return Source(name, loader.dataset, format="dataset", shuffle=loader.shuffle)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.trainer.states import TrainerFn
 
 from megascale_lightning.checkpointing.filelists import FILES_KEY, unpack_lists
@@ -91,10 +91,17 @@ class MegaScaleStateCallback(L.Callback):
         self._data.load_position(state, None if packed is None else unpack_lists(packed.numpy().tobytes()))
         loops = (checkpoint.get("loops") or {}).get("fit_loop")
         if loops:
-            now = self._data.num_microbatches
-            saved = int(state.get("trainer", {}).get("num_microbatches", now))
+            now = self._data.resolved()
+            then = now | state.get("trainer", {})
             passes = self._data.in_passes
-            settle_progress(loops, saved=saved, now=now, step_limited=trainer.max_steps != -1, passes=passes)
+            settle_progress(
+                loops,
+                saved=then["num_microbatches"],
+                now=now["num_microbatches"],
+                step_limited=trainer.max_steps != -1,
+                passes=passes,
+                rows=(then["global_batch_size"], now["global_batch_size"]),
+            )
             self._closes_epoch = passes and is_at_end_of_epoch(loops)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -116,9 +123,14 @@ class MegaScaleStateCallback(L.Callback):
         if self._data.refused is not None:
             raise self._data.refused
         fetcher = trainer.fit_loop._data_fetcher
-        if self._data.batches_outdated and fetcher is not None:
+        partial = self._begins_inside_a_pass(trainer)
+        if (self._data.batches_outdated or partial) and fetcher is not None:
             iter(fetcher)
             self._data.batches_outdated = False
+            if partial and isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is not None:
+                # Lightning would wait for the last batch of a whole pass: it is to look ahead, as without a length.
+                fetcher.length = None
+                fetcher.batches.append(next(fetcher))
         if self._data.ended:
             logger.info("all data are consumed after %d steps: there is nothing left to train on", self._data.next_step)
             trainer.should_stop = True
@@ -131,7 +143,13 @@ class MegaScaleStateCallback(L.Callback):
         Raises:
             StreamError: The data have ended, and the trainer wants more steps.
         """
-        if self._data is not None and self._data.ended:
+        if self._data is None:
+            return
+        every = getattr(trainer, "val_check_interval", None)  # not set where validation goes by the clock
+        if self._data.in_passes and every == 1.0 and isinstance(every, float) and trainer.check_val_every_n_epoch:
+            # At the end of the pass, wherever this epoch began in it: Lightning would count the batches of a whole one.
+            trainer.val_check_batch = float("inf")
+        if self._data.ended:
             raise StreamError(
                 f"the data ended after step {self._data.next_step - 1}, before what the trainer was asked for "
                 f"(min_steps={trainer.min_steps}, min_epochs={trainer.min_epochs}): lower these, or give the sources "
@@ -189,14 +207,15 @@ class MegaScaleStateCallback(L.Callback):
         self._evaluates(trainer, "predict", dataloader_idx)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Say once that no validation is going to run: Lightning checks that only where it knows the length."""
+        """Say once that no validation ran in a pass: Lightning checks that only where it knows the length."""
         if self._skips_to_end:
             self._skips_to_end = False
             trainer.fit_loop.epoch_loop.restarting = False  # else the next epoch ended before its first batch, too
         if self._data is None or not self._data.in_passes or trainer.check_val_every_n_epoch is None:
             return
-        every, batches = trainer.val_check_batch, trainer.fit_loop.batch_idx + 1
-        if isinstance(every, int) and every > batches and trainer.enable_validation and not self._warned:
+        every, batches = getattr(trainer, "val_check_interval", None), trainer.fit_loop.batch_idx + 1
+        ended = self._info is not None and self._info.is_last_in_pass
+        if isinstance(every, int) and every > batches and ended and trainer.enable_validation and not self._warned:
             self._warned = True
             warnings.warn(
                 f"val_check_interval={every} is more than the {batches} batches of this pass, so that no validation "
@@ -205,6 +224,12 @@ class MegaScaleStateCallback(L.Callback):
                 MegaScaleWarning,
                 stacklevel=2,
             )
+
+    def _begins_inside_a_pass(self, trainer: L.Trainer) -> bool:
+        """Whether a trainer that has counted nothing goes on where another one stopped."""
+        counted = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        data = self._data
+        return data is not None and data.in_passes and data.next_step > 0 and not data.ended and counted == 0
 
     def _close_epoch(self, trainer: L.Trainer) -> None:
         """Let Lightning end an epoch all of whose batches were trained on before the save.

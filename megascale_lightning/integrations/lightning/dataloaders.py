@@ -28,6 +28,7 @@ __all__ = [
     "ReadLoader",
     "belonging_to",
     "form_of",
+    "name_settings",
     "read_eval_loaders",
     "read_train_loader",
     "refuse_iterable",
@@ -46,8 +47,9 @@ _WITHOUT_EFFECT: Final = (
     "persistent_workers",
     "multiprocessing_context",
     "pin_memory",
+    "timeout",
 )
-"""Settings of the worker processes, which are not started."""
+"""Settings of the worker processes, which are not started; `in_order` is one more."""
 _STANDARD: Final = ("torch.", "torchdata.", "lightning.")
 """Packages whose loaders give what their dataset, sampler and collate_fn say, and nothing else."""
 
@@ -114,7 +116,10 @@ def _read(what: str, loader: Any) -> ReadLoader:
         collate_fn=None if loader.collate_fn is default_collate else loader.collate_fn,
         shuffle=_shuffles(what, sampling.sampler),
         drop_last=sampling.drop_last,
-        without_effect=tuple(name for name in _WITHOUT_EFFECT if getattr(loader, name, None)),
+        without_effect=(
+            *(name for name in _WITHOUT_EFFECT if getattr(loader, name, None)),
+            *(() if getattr(loader, "in_order", True) else ("in_order",)),
+        ),
         without_seed=tuple(_seeds(loader, sampling.sampler)),
     )
 
@@ -147,6 +152,11 @@ def form_of(loaders: Any) -> Form:
     if isinstance(loaders, CombinedLoader):
         loaders = loaders.iterables
     return "dict" if isinstance(loaders, Mapping) else "list" if isinstance(loaders, (list, tuple)) else "one"
+
+
+def name_settings(loaders: Sequence[ReadLoader], of: Callable[[ReadLoader], Sequence[str]]) -> str:
+    """The settings of each loader that has any: `MyData.train_dataloader() sets num_workers, pin_memory`."""
+    return "; ".join(f"{loader.what} sets {', '.join(of(loader))}" for loader in loaders if of(loader))
 
 
 def refuse_iterable(what: str, dataset: Any) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megascale_lightning.checkpointing.filelists import FileLists
@@ -17,19 +16,17 @@ from megascale_lightning.config import LoaderConfig, Mixture, Sources
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.integrations.lightning import limits
 from megascale_lightning.integrations.lightning.callback import insert_callback, meet_callback
-from megascale_lightning.integrations.lightning.hyperparameters import plain, revived
+from megascale_lightning.integrations.lightning.hyperparameters import mask_saved_config, revived
 from megascale_lightning.integrations.lightning.loaders import OnlyWithSources, StageLoaders, length_of
 from megascale_lightning.integrations.lightning.position import Positioned
 from megascale_lightning.integrations.meshes import tree_of_trainer
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.strategies import Strategy
 from megascale_lightning.rows import Rows
-from megascale_lightning.sources.source import Source
 
 __all__ = ["MegaScaleDataModule"]
 
 logger = logging.getLogger(__name__)
-
 
 _KINDS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 """Stage -> kinds of streams that it needs."""
@@ -73,6 +70,10 @@ class MegaScaleDataModule(Positioned):
         predict_sources: Sources of the prediction loaders, likewise.
         eval_rows: Rows of the evaluation loaders where they are others than `rows`: of all, or by kind (`val`) or
             stream (`val/0`).
+        quarantine_dir: Folder for the lists of what `on_error="quarantine"` left out; None: `megascale_quarantine`.
+        env: Names of environment variables whose values in rank 0's process the loaders get, on every node.
+        cache_dir: Folder on every node for blocks of remote files, shared by its loaders; None: nothing is kept.
+        cache_bytes: What may lie in `cache_dir`; what is used least recently goes first.
         force_resume: Names of settings that may differ from those of the checkpoint.
         restart_timeout: Seconds that a role may be away before the run ends with an error.
         ray_address: An existing cluster; None starts a local Ray, or uses one that is initialised.
@@ -106,10 +107,14 @@ class MegaScaleDataModule(Positioned):
         loader_buffer_bytes: int = 1 << 30,
         last_step: Literal["fill", "drop"] = "fill",
         steps_per_epoch: int | None = None,
-        val_sources: Sequence[Source] | Mapping[str, Any] = (),
-        test_sources: Sequence[Source] | Mapping[str, Any] = (),
-        predict_sources: Sequence[Source] | Mapping[str, Any] = (),
+        val_sources: Sources = (),
+        test_sources: Sources = (),
+        predict_sources: Sources = (),
         eval_rows: Rows | Mapping[str, Rows] | None = None,
+        quarantine_dir: str | None = None,
+        env: Sequence[str] = (),
+        cache_dir: str | None = None,
+        cache_bytes: int = 64 << 30,
         force_resume: Sequence[str] = (),
         restart_timeout: float = 120.0,
         ray_address: str | None = None,
@@ -139,6 +144,10 @@ class MegaScaleDataModule(Positioned):
             test_sources=test_sources,
             predict_sources=predict_sources,
             eval_rows=revived(eval_rows),
+            quarantine_dir=quarantine_dir,
+            env=env,
+            cache_dir=cache_dir,
+            cache_bytes=cache_bytes,
             force_resume=force_resume,
             restart_timeout=restart_timeout,
             ray_address=ray_address,
@@ -151,7 +160,6 @@ class MegaScaleDataModule(Positioned):
         """The optimizers are configured: whoever asks for the training loader now is going to iterate it."""
         self._tree = revived(tree)
         self._kinds: Collection[str] | None = None
-        self._owner: L.Trainer | None = None
         self._keeps_position = True
 
     # --- from what is there already ---------------------------------------------------------------------------------
@@ -165,8 +173,8 @@ class MegaScaleDataModule(Positioned):
 
         Args:
             datamodule: The existing one.
-            settings: `collate_fn=` or `rows=` in place of what its loaders say, and keywords of this class: `runtime`,
-                `seed`, `num_loaders`, `prefetch_steps`, `force_resume`, ...
+            settings: `collate_fn=` or `rows=` in place of what its loaders say, `on_error=` and `max_bad_fraction=` of
+                `Source`, and keywords of this class: `runtime`, `seed`, `num_loaders`, `force_resume`, ...
 
         Raises:
             ConfigError: It is none. What of its loaders cannot be taken over is refused in `setup()`, by name.
@@ -195,7 +203,8 @@ class MegaScaleDataModule(Positioned):
             predict_dataset: Likewise.
             batch_size: Samples of a batch on each rank.
             num_workers: Without effect.
-            settings: `collate_fn=`, `shuffle=` (of training), and keywords of this class.
+            settings: `collate_fn=`, `shuffle=` (of training), `on_error=` and `max_bad_fraction=` of `Source`, and
+                keywords of this class.
 
         Raises:
             ConfigError: A dataset is iterable only, or settings contradict each other.
@@ -223,8 +232,8 @@ class MegaScaleDataModule(Positioned):
             raise ConfigError("there is nothing to train on: sources is empty")
         if not any(kinds is None or name.split("/")[0] in kinds for name in self.config.streams()):
             return
+        self._check_free()
         trainer = self.trainer
-        self._check_free(trainer)
         self._close(None)
         self._owner, self.schedules_are_made, self._kinds = trainer, False, kinds
         tree = tree_of_trainer(trainer, self._tree)
@@ -234,6 +243,7 @@ class MegaScaleDataModule(Positioned):
             else:
                 limits.check_evaluation(trainer)
             insert_callback(trainer, self)
+            mask_saved_config(trainer)
         self.in_passes = fitting and limits.goes_in_passes(self.config, trainer, always=self.always_passes)
         # An evaluation has no accumulation of its own to compare with.
         self.num_microbatches = limits.microbatches_per_step(self.config, trainer if fitting else None, tree.num_groups)
@@ -281,6 +291,8 @@ class MegaScaleDataModule(Positioned):
 
     def on_exception(self, exception: BaseException) -> None:
         """End what this rank started; the others may be gone, so nobody is waited for."""
+        if self._is_at_work:
+            return  # the exception of another trainer, such as one that was refused
         try:
             self._close(None)
         except Exception:
@@ -337,14 +349,17 @@ class MegaScaleDataModule(Positioned):
         if self._state:
             self._load(self._state)
 
-    def _check_free(self, trainer: L.Trainer | None) -> None:
+    def _check_free(self) -> None:
         """Refuse to be taken away from a trainer that is at work."""
-        owner = self._owner
-        if self.running and owner is not None and owner is not trainer and owner.state.status == TrainerStatus.RUNNING:
+        asking, self._asking = self._asking, None
+        if asking is None:
+            return
+        if self._is_at_work and self._owner is not None:
             raise ConfigError(
-                f"this {type(self).__name__} is at work in another trainer (stage {owner.state.stage}): make another "
-                "one for this trainer, or call the two one after the other"
+                f"this {type(self).__name__} is at work in another trainer (stage {self._owner.state.stage}): make "
+                "another one for this trainer, or call the two one after the other"
             )
+        self.trainer = asking
 
     def _evaluation_loaders(self, kind: str) -> Any:
         if self._loaders is None:
@@ -381,18 +396,3 @@ class MegaScaleDataModule(Positioned):
                 loaders.close()
         finally:
             session.close(barrier=barrier)
-
-    def _set_hparams(self, hp: Any) -> None:
-        # What save_hyperparameters() found in a subclass: a checkpoint with our objects in it would not load.
-        super()._set_hparams(plain(hp))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Handles of processes do not travel; whoever gets the copy sets it up again.
-        return {
-            **self.__dict__,
-            "_state": self.position(),
-            "_session": None,
-            "_loaders": None,
-            "_owner": None,
-            "batches_outdated": False,
-        }

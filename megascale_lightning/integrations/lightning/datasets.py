@@ -13,7 +13,7 @@ from megascale_lightning.errors import ConfigError, MegaScaleWarning
 from megascale_lightning.integrations.lightning.dataloaders import refuse_iterable
 from megascale_lightning.integrations.lightning.datamodule import MegaScaleDataModule
 from megascale_lightning.rows import CollatedRows
-from megascale_lightning.sources.source import Source
+from megascale_lightning.sources.source import OnError, Source
 
 __all__ = ["from_datasets"]
 
@@ -32,6 +32,8 @@ def from_datasets(
     num_workers: int,
     collate_fn: Callable[[Sequence[Any]], Any] | None = None,
     shuffle: bool = True,
+    on_error: OnError = "raise",
+    max_bad_fraction: float | None = None,
     **settings: Any,
 ) -> D:
     """Make a DataModule of datasets; see `MegaScaleDataModule.from_datasets`.
@@ -43,6 +45,8 @@ def from_datasets(
         num_workers: Said to have no effect.
         collate_fn: From the samples of a batch to the batch; None: torch's `default_collate`.
         shuffle: Whether the training samples are permuted.
+        on_error: What happens to a sample that fails, in any of the datasets; see `Source`.
+        max_bad_fraction: Of `Source`.
         settings: Further keywords of the class.
 
     Raises:
@@ -65,16 +69,13 @@ def from_datasets(
             MegaScaleWarning,
             stacklevel=3,
         )
+    own: dict[str, Any] = {"format": "dataset", "on_error": on_error, "max_bad_fraction": max_bad_fraction}
     made: dict[str, Any] = {"rows": CollatedRows(batch_size, collate_fn), **settings}
     for kind, datasets in sources.items():
         if kind == "train":
-            made["sources"] = [
-                Source(name, dataset, format="dataset", shuffle=shuffle) for name, dataset in datasets.items()
-            ]
+            made["sources"] = [Source(name, dataset, shuffle=shuffle, **own) for name, dataset in datasets.items()]
         else:
-            several = {
-                name: [Source(kind, dataset, format="dataset", shuffle=False)] for name, dataset in datasets.items()
-            }
+            several = {name: [Source(kind, dataset, shuffle=False, **own)] for name, dataset in datasets.items()}
             made[f"{kind}_sources"] = several if _is_several(given[kind]) else several[kind]
     data = cls(**made)
     data.always_passes = True

@@ -13,8 +13,9 @@ import numpy as np
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.source import Source
+from megascale_lightning.sources.stores.secrets import mask_options, without_secrets
 
-__all__ = ["plain", "revived"]
+__all__ = ["mask_saved_config", "plain", "revived"]
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _MANY: Final = 100
@@ -25,16 +26,73 @@ def plain(value: Any) -> Any:
 
     A source becomes the mapping of its settings, a list of sources a mapping by name, rows, mixtures and strategies
     become `{"class_path": ..., "init_args": ...}`: the forms that a YAML file has them in. Of a function its dotted
-    path is kept, of a dataset a word about what it was.
+    path is kept, of a dataset a word about what it was. Texts in `storage_options` are masked unless they are
+    `env:NAME`, and URLs lose what signs them.
     """
+    return without_secrets(_plain(value))
+
+
+def mask_saved_config(trainer: Any) -> None:
+    """What LightningCLI is about to write beside a run (`SaveConfigCallback`) loses its secrets, as `plain` has it.
+
+    Args:
+        trainer: Whose callbacks have not been set up yet.
+    """
+    for callback in getattr(trainer, "callbacks", ()):
+        config = getattr(callback, "config", None)
+        if config is not None and hasattr(callback, "parser") and hasattr(config, "clone"):
+            callback.config = _masked_namespace(config.clone())
+
+
+def mask_printed_settings() -> None:
+    """Teach jsonargparse, if it is there, that `--print_config` and saved YAML files show no secrets.
+
+    Sources with secrets are taken as they were written, past its own types, and written without them.
+    """
+    try:
+        from jsonargparse.typing import register_type
+    except ImportError:
+        return
+    from megascale_lightning import config
+
+    def refuse(_: Any) -> Any:
+        raise ValueError("there is no secret in it")
+
+    register_type(
+        vars(config)["SecretSettings"],
+        serializer=without_secrets,
+        deserializer=refuse,
+        type_check=lambda value, _: isinstance(value, (dict, list)) and without_secrets(value) is not value,
+    )
+
+
+def _masked_namespace(value: Any) -> Any:
+    """A namespace of jsonargparse, which is changed, or any other value."""
+    if not hasattr(value, "clone") or not hasattr(value, "__dict__"):
+        return without_secrets(value)
+    for name, inner in list(vars(value).items()):
+        masked = mask_options(inner) if name == "storage_options" and inner is not None else _masked_list(inner)
+        setattr(value, name, masked)
+    return value
+
+
+def _masked_list(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_masked_namespace(item) for item in value]
+    if isinstance(value, dict):
+        return without_secrets({name: _masked_namespace(item) for name, item in value.items()})
+    return _masked_namespace(value)
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, Source):
         return _settings(value)
     if isinstance(value, (list, tuple)):
         if value and all(isinstance(item, Source) for item in value) and len({s.name for s in value}) == len(value):
             return {source.name: _settings(source) for source in value}
-        return [plain(item) for item in value] if _has_ours(value) else value
+        return [_plain(item) for item in value] if _has_ours(value) else value
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()} if _has_ours(value) else value
+        return {key: _plain(item) for key, item in value.items()} if _has_ours(value) else value
     if _is_ours(value):
         kind = type(value)
         return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": _changed(value)}
@@ -92,7 +150,8 @@ def _changed(value: Any) -> dict[str, Any]:
 
 
 def _is_default(field: Field[Any], value: Any) -> bool:
-    return field.default is not MISSING and type(value) is type(field.default) and bool(value == field.default)
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return default is not MISSING and type(value) is type(default) and bool(value == default)
 
 
 def _kept(value: Any) -> Any:
@@ -100,7 +159,7 @@ def _kept(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if _is_ours(value):
-        return plain(value)
+        return _plain(value)
     if isinstance(value, (list, tuple)):
         # A long list of anything but paths is data, not a setting.
         return [_kept(item) for item in value] if len(value) <= _MANY or _is_texts(value) else f"<{len(value)} items>"
@@ -122,3 +181,6 @@ def _dotted(value: Any) -> str | None:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "<")
     found = getattr(sys.modules.get(str(module)), name, None)
     return f"{module}.{name}" if found is value else None
+
+
+mask_printed_settings()

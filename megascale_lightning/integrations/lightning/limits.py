@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, Timer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from megascale_lightning.checkpointing.checking import is_whole
 from megascale_lightning.config import LoaderConfig
 from megascale_lightning.errors import ConfigError, MegaScaleWarning, StateError
 
@@ -45,8 +46,8 @@ def check_trainer(config: LoaderConfig, trainer: Any, *, always: bool = False) -
         )
     if trainer.overfit_batches:
         raise ConfigError(
-            f"overfit_batches={trainer.overfit_batches} would train on new data every epoch, since the stream goes "
-            "on: give sources of a few samples instead, and leave overfit_batches at 0.0"
+            f"overfit_batches={trainer.overfit_batches} would train on new data every epoch, since the stream goes on: "
+            "leave it at 0.0 and give few samples: a torch.utils.data.Subset of a dataset, or a source of a small file"
         )
     module = trainer.lightning_module
     if module is not None and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
@@ -122,7 +123,13 @@ def check_batch_size(config: LoaderConfig, state: Mapping[str, Any], now: Mappin
     Raises:
         StateError: The message says what to set.
     """
-    then = state.get("trainer", {}).get("global_batch_size")
+    saved = state.get("trainer", {})
+    if not isinstance(saved, Mapping) or not all(is_whole(saved[name], 1) for name in now if name in saved):
+        raise StateError(
+            f"the loader state is damaged: 'trainer' must be whole numbers of at least 1 for {', '.join(now)}, not "
+            f"{saved!r}"
+        )
+    then = saved.get("global_batch_size")
     if config.global_batch_size is not None or then in (None, now["global_batch_size"]):
         return
     if "global_batch_size" in config.force_resume:
@@ -132,7 +139,7 @@ def check_batch_size(config: LoaderConfig, state: Mapping[str, Any], now: Mappin
         f"the checkpoint has steps of {then} rows; here they have {now['micro_batch_size']} rows x "
         f"{now['num_groups']} data-parallel ranks x {now['num_microbatches']} microbatches = "
         f"{now['global_batch_size']}: set Trainer(accumulate_grad_batches={-(-then // rows)}) and "
-        f"global_batch_size={then}"
+        f'global_batch_size={then}, or force_resume=["global_batch_size"] to go on with steps of another size'
     )
 
 

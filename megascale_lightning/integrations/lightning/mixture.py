@@ -59,8 +59,15 @@ class MixtureCallback(L.Callback):
         if info is None or not info.is_last_in_step or (info.step + 1) % self._every_n_steps:
             return
         weights = self._weights(trainer, pl_module, info.step + 1)
-        if weights is not None:
-            data.set_mixture(weights)
+        if weights is None:
+            return
+        if not isinstance(weights, Mapping):
+            name = getattr(self._weights, "__qualname__", type(self._weights).__qualname__)
+            raise ConfigError(
+                f"MixtureCallback: {name} gave {weights!r} after step {info.step}: it has to give a mapping of weights "
+                "by source name, or None to leave all as they are"
+            )
+        data.set_mixture(weights)
 
 
 def _data_of(trainer: L.Trainer) -> MegaScaleDataModule:

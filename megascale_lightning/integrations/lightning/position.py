@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from megascale_lightning.checkpointing.filelists import FileChanges, FileLists
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.client.loader import MegaScaleLoader
+from megascale_lightning.client.portable import check_portable_code
+from megascale_lightning.client.samples import show_sample
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.config import LoaderConfig
 from megascale_lightning.errors import ConfigError, StateError
 from megascale_lightning.integrations.lightning import limits
+from megascale_lightning.integrations.lightning.hyperparameters import plain
 from megascale_lightning.integrations.lightning.loaders import StageLoaders
+from megascale_lightning.loading.showing import ShownSample
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.types import StepReport
 
@@ -25,9 +29,16 @@ __all__ = ["Positioned"]
 class Positioned(L.LightningDataModule):
     """The base of `MegaScaleDataModule` that knows the position; its subclass makes the loaders."""
 
+    # Looked at before they are set: Lightning's constructor sets `trainer`.
+    _session: LoadingSession | None = None
+    _owner: L.Trainer | None = None
+    _trainer: L.Trainer | None = None
+    _asking: L.Trainer | None = None
+
     def __init__(self, config: LoaderConfig) -> None:
         """Stand at the start, with nothing running."""
         super().__init__()
+        check_portable_code(config)
         self.config = config
         self.batches_outdated = False
         """Batches were handed out before the state arrived that the stream goes on from."""
@@ -36,7 +47,6 @@ class Positioned(L.LightningDataModule):
         self.refused: StateError | None = None
         """Why the state that was loaded last is not gone on from; raised where training begins."""
         self._state: dict[str, Any] = {}
-        self._session: LoadingSession | None = None
         self._places: tuple[ClientPlaceTree, int] | None = None
         self._loaders: StageLoaders | None = None
         self._reports: list[StepReport] = []
@@ -70,7 +80,7 @@ class Positioned(L.LightningDataModule):
         Local and JSON-like; nothing is called, so it may come at any time, also from a signal handler.
         """
         train = self._train
-        return dict(self._state) if train is None else {**train.state_dict(), "trainer": self._resolved()}
+        return dict(self._state) if train is None else {**train.state_dict(), "trainer": self.resolved()}
 
     def load_position(self, position: Mapping[str, Any], lists: FileLists | None = None) -> None:
         """Go on from what `position()` gave, here or in another run.
@@ -110,6 +120,12 @@ class Positioned(L.LightningDataModule):
             raise ConfigError("there is no training stream whose mixture could change: setup('fit') makes it")
         return self._train.set_mixture(weights, at_step)
 
+    def sample(self, sample_id: Sequence[Any], stream: str = "train") -> ShownSample:
+        """One sample by its id, read and transformed in this process as in the run; see `MegaScaleLoader.sample`."""
+        if self._session is not None and stream in self._session.streams:
+            return self._session.sample(stream, sample_id)
+        return show_sample(self.config, stream, sample_id)
+
     def packed_file_lists(self) -> bytes:
         """The files of the training sources, to be kept beside the state; on the process that reads them."""
         return b"" if self._session is None else self._session.packed_file_lists
@@ -119,6 +135,25 @@ class Positioned(L.LightningDataModule):
         if self._train is None:
             raise ConfigError("there is no training stream: setup('fit') makes it")
         self._train.mark_consumed(info)
+
+    @property
+    def trainer(self) -> L.Trainer | None:
+        """The trainer that it belongs to: the one at work, whichever other one is given it meanwhile."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: L.Trainer | None) -> None:
+        # Lightning sets it before all else: who is going to be refused must not take it from the one at work.
+        if self._is_at_work and trainer is not self._owner:
+            self._asking = trainer
+        else:
+            self._trainer, self._asking = trainer, None
+
+    @property
+    def _is_at_work(self) -> bool:
+        """Whether a trainer is in the middle of a run; one that failed says so before it calls any hook."""
+        owner = self._owner
+        return self._session is not None and owner is not None and owner.state.status == TrainerStatus.RUNNING
 
     @property
     def loaders(self) -> StageLoaders | None:
@@ -159,7 +194,7 @@ class Positioned(L.LightningDataModule):
     def _train(self) -> MegaScaleLoader | None:
         return None if self._loaders is None else self._loaders.train
 
-    def _resolved(self) -> dict[str, int]:
+    def resolved(self) -> dict[str, int]:
         """What of the trainer the state depends on; a checkpoint's counters are in these units."""
         assert self._places is not None
         rows, groups = self.config.rows.micro_batch_size, self._places[0].num_groups
@@ -173,13 +208,30 @@ class Positioned(L.LightningDataModule):
     def _load(self, state: dict[str, Any], lists: FileLists | None = None) -> None:
         assert self._train is not None
         assert self._session is not None
-        limits.check_batch_size(self.config, state, self._resolved())
+        limits.check_batch_size(self.config, state, self.resolved())
         self.batches_outdated = self.batches_outdated or self._train.last_info is not None
         saved = {key: value for key, value in state.items() if key != "trainer"}
         changes = self._session.compare_files(saved, lists) if lists else FileChanges()
         if changes.kept:
             self._start_again(changes.kept)
         self._train.load_state_dict(saved, lists=lists, copied=changes.copied)
+
+    def _set_hparams(self, hp: Any) -> None:
+        # What save_hyperparameters() found in a subclass: a checkpoint with our objects in it would not load.
+        super()._set_hparams(plain(hp))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Handles of processes do not travel; whoever gets the copy sets it up again.
+        return {
+            **self.__dict__,
+            "_state": self.position(),
+            "_session": None,
+            "_loaders": None,
+            "_owner": None,
+            "_trainer": None,
+            "_asking": None,
+            "batches_outdated": False,
+        }
 
     def _start_again(self, files: FileLists) -> None:
         """Start the roles anew with fewer files; to be made by whoever starts them."""

@@ -17,7 +17,13 @@ _VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
 def settle_progress(
-    fit_loop: dict[str, Any], *, saved: int, now: int, step_limited: bool, passes: bool = False
+    fit_loop: dict[str, Any],
+    *,
+    saved: int,
+    now: int,
+    step_limited: bool,
+    passes: bool = False,
+    rows: tuple[int, int] = (1, 1),
 ) -> bool:
     """Rewrite the counters of `checkpoint["loops"]["fit_loop"]` in place where they do not fit.
 
@@ -36,6 +42,7 @@ def settle_progress(
         now: Microbatches of a step in this run.
         step_limited: `trainer.max_steps` is set.
         passes: An epoch of the trainer is one pass over the data.
+        rows: Rows of a step in the run that saved, and in this one.
 
     Returns:
         Whether something was changed.
@@ -44,27 +51,36 @@ def settle_progress(
     if not batches or not epochs:
         return False
     current, total = batches["current"], batches["total"]
-    on_boundary = current["processed"] % saved == 0 and total["processed"] % saved == 0
-    drifted = not total["ready"] == total["started"] == total["processed"]
     # Set before the batch ran, the flag may be about a batch that is going to be repeated.
-    last = bool(batches["is_last_batch"]) and on_boundary and current["ready"] == current["processed"]
+    last = bool(batches["is_last_batch"]) and current["ready"] == current["processed"]
+    # The last step of an epoch may have fewer microbatches than the others.
+    on_boundary = current["processed"] % saved == 0 or last
+    drifted = not total["ready"] == total["started"] == total["processed"]
     over = step_limited and last and _end_not_counted(epochs["current"])
     announced = last and _start_not_counted(epochs["current"])
     closing = passes and last and _end_not_begun(epochs["current"]) and total["completed"] < total["processed"]
-    if saved == now and on_boundary and not drifted and not over and not announced and not closing:
+    resized = rows[0] != rows[1]
+    if saved == now and on_boundary and not (drifted or over or announced or closing or resized):
         return False
-    steps = current["processed"] // saved
+    steps = -(-current["processed"] // saved) if on_boundary else current["processed"] // saved
+    if passes:
+        # Of a pass, what counts is how far it is through the data.
+        steps = steps * rows[0] // rows[1]
+    earlier = total["processed"]
     if over:
         for tracker in (epochs["current"], epochs["total"]):
             tracker["completed"] = tracker["processed"]
     if over or announced:
         steps, last = 0, False
+    else:
+        earlier -= current["processed"]
     # A batch short of completed is what a save from `on_train_batch_end` looks like; Lightning completes it when it
     # restarts. That is right only for the last batch of a step of this epoch; whatever else lies before the step is
     # long complete.
     pending = steps > 0 and on_boundary and total["completed"] < total["processed"] and not closing
-    _settle(current, steps * now, pending=pending)
-    _settle(total, total["processed"] // saved * now, pending=pending)
+    done = current["processed"] if last and saved == now and not resized else steps * now
+    _settle(current, done, pending=pending)
+    _settle(total, done + (earlier if saved == now else -(-earlier // saved) * now), pending=pending)
     batches["is_last_batch"] = last
     validation = fit_loop.get(_VALIDATION)
     if closing and validation:

@@ -1,0 +1,35 @@
+"""What the user's functions take and are called, found without calling them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["function_name", "rng_is_keyword", "takes_rng"]
+
+
+def takes_rng(transform: Callable[..., Any]) -> bool:
+    """Whether it has a parameter `rng`, or needs a second positional argument."""
+    try:
+        parameters = inspect.signature(transform).parameters
+    except (TypeError, ValueError):
+        return False
+    positional = [
+        p
+        for p in parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
+    return "rng" in parameters or len(positional) >= 2
+
+
+def rng_is_keyword(transform: Callable[..., Any]) -> bool:
+    """Of one that `takes_rng`: whether it is handed over by name."""
+    parameter = inspect.signature(transform).parameters.get("rng")
+    return parameter is not None and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+
+
+def function_name(function: Any) -> str:
+    """For messages: the name of a function, that of what a `partial` wraps, or that of an object's class."""
+    named = getattr(function, "func", function)
+    return repr(getattr(named, "__qualname__", type(named).__name__))
