@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol, TypeVar, cast
 
 import pyarrow as pa
 
+from megascale_lightning.errors import MegaScaleError
 from megascale_lightning.sources.stores.corruption import reading_error
 from megascale_lightning.sources.stores.retry import is_transient
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
@@ -116,6 +117,8 @@ def attempt_read(storage: Storage, what: str, call: Callable[[], _T]) -> _T:
     def once() -> _T:
         try:
             return call()
+        except MegaScaleError:
+            raise
         except (OSError, ValueError, pa.ArrowException) as error:
             if is_transient(error):
                 raise
