@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 __all__ = [
     "BAD_REASONS",
+    "IGNORED_LABEL",
     "ORDER_VERSION",
     "PIECE",
     "SOURCE_STATE",
@@ -30,6 +31,7 @@ __all__ = [
     "Ragged",
     "SampleBlock",
     "StepPlan",
+    "StepReport",
     "TakeRequest",
 ]
 
@@ -38,6 +40,9 @@ ORDER_VERSION: Final = 1
 
 BAD_REASONS: Final = ("read_error", "transform_error")
 """Reasons for which a record is dropped because it is bad, and not by a policy: `Source.on_error` is about these."""
+
+IGNORED_LABEL: Final = -100
+"""Label of a position that is no target."""
 
 IntArray = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float64]

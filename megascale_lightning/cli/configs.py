@@ -127,12 +127,7 @@ def _from_yaml(path: Path) -> LoaderConfig:
             f"{path} has settings {unknown}, which are none of MegaScaleDataModule's; of a DataModule of your own, "
             "name an object instead: package.module:attribute"
         )
-    return LoaderConfig(**{name: _setting(name, settings[name], str(path)) for name in settings if name in known})
-
-
-def _setting(name: str, value: Any, where: str) -> Any:
-    """Sources are settled by the config itself; rows, mixtures and strategies are made here."""
-    return value if name.endswith("sources") else _made(value, where)
+    return LoaderConfig(**{name: _made(settings[name], str(path)) for name in settings if name in known})
 
 
 def _made(value: Any, where: str) -> Any:
@@ -141,6 +136,8 @@ def _made(value: Any, where: str) -> Any:
     Raises:
         ConfigError: There is no such class, or it refuses its arguments.
     """
+    if isinstance(value, list):
+        return [_made(item, where) for item in value]
     if not isinstance(value, Mapping):
         return value
     if "class_path" not in value:

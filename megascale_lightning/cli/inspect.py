@@ -62,6 +62,8 @@ def _scan(text: str) -> int | None:
 def _run(chosen: argparse.Namespace) -> int:
     try:
         found = _inspect(chosen)
+    except BrokenPipeError:
+        raise  # whoever reads has seen enough
     except (MegaScaleError, OSError) as error:
         print(f"megascale: {redact(' '.join(str(error).split()))}", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ from megascale_lightning.config import LoaderConfig
 from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.loading.partmaker import LoadedSource
 from megascale_lightning.loading.quarantine import WHOLE_UNIT
-from megascale_lightning.loading.scanning import BadRow, RowCount, Scan, SourceScanner
+from megascale_lightning.loading.scanning import SLICE_BYTES, BadRow, RowCount, Scan, SourceScanner
 from megascale_lightning.loading.showing import SampleShower
 from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.sources.functions import function_name
@@ -33,7 +33,6 @@ _SHOWN_FILES: Final = 3
 _TEXT: Final = 100
 _ITEMS: Final = 8
 _MAX_BINS: Final = 16
-_SLICE_BYTES: Final = 1 << 20
 _NO_FILES: Final = ("dataset", "iterable")
 
 
@@ -114,7 +113,7 @@ def _bad(scan: Scan, source: Source, manifest: Manifest, *, all_of_them: bool) -
 
 
 def _bad_row(bad: BadRow, manifest: Manifest) -> dict[str, Any]:
-    file = manifest.files[int(manifest.units[bad.unit]["file"])].path
+    file = manifest.file_of(bad.unit, bad.row).path
     row = None if bad.row == WHOLE_UNIT else bad.row
     return {"file": file, "unit": bad.unit, "row": row, "reason": bad.reason, "message": bad.message}
 
@@ -168,7 +167,7 @@ def _first(
     source, manifest = loaded.source, loaded.manifest
     filled = np.flatnonzero(manifest.units["rows"])
     if manifest.sliced:
-        cuts = {**cuts, "part_bytes": _SLICE_BYTES}
+        cuts = {**cuts, "part_bytes": SLICE_BYTES}
     shower = SampleShower(loaded, rows, **settings, **cuts)
     unit = int(filled[0])
     bad = {entry.row for entry in scan.bad if entry.unit == unit}

@@ -19,12 +19,9 @@ from megascale_lightning.client.info import INFO_KEY, BatchInfo
 from megascale_lightning.errors import StreamError
 from megascale_lightning.rows import PackedRows, PaddedRows
 from megascale_lightning.streams import StreamSpec
-from megascale_lightning.types import BatchWindow, IntArray
+from megascale_lightning.types import IGNORED_LABEL, BatchWindow, IntArray
 
-__all__ = ["IGNORED", "finish"]
-
-IGNORED: Final = -100
-"""Label of a position that is no target."""
+__all__ = ["finish"]
 
 _NUMERIC: Final = "biuf"
 
@@ -129,10 +126,10 @@ class _Layout:
         """
         shift = int(self._rows.shift_labels)
         source = "labels" if "labels" in fields else "input_ids"
-        labels = self._fill(source, index, padding=IGNORED, extra=shift)
-        labels[starts] = IGNORED
+        labels = self._fill(source, index, padding=IGNORED_LABEL, extra=shift)
+        labels[starts] = IGNORED_LABEL
         if "loss_mask" in fields:
-            labels[: len(labels) - shift][fields["loss_mask"] == 0] = IGNORED
+            labels[: len(labels) - shift][fields["loss_mask"] == 0] = IGNORED_LABEL
         return labels[shift:]
 
     def _attention_mask(self, index: int, width: int) -> torch.Tensor:

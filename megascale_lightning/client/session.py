@@ -231,9 +231,7 @@ class LoadingSession:
         Then nothing may be read beside the training step, which draws from these states.
         """
         return self.config.runtime == "local" and any(
-            not source.thread_safe
-            and source.executor != "processes"
-            and (manifest.format == "dataset" or _draws_globally(source))
+            _draws_globally(source, manifest.format)
             for stream in self._specs
             for source, manifest in zip(self.config.streams()[stream], self._manifests[stream], strict=True)
         )
@@ -301,9 +299,13 @@ _sessions: dict[_Key, LoadingSession] = {}
 _lock = threading.Lock()
 
 
-def _draws_globally(source: Source) -> bool:
+def _draws_globally(source: Source, form: str) -> bool:
+    """Whether code of a source that runs in the loader's process may draw from the global random states."""
+    if form == "iterable":
+        return True  # it is read there whatever `thread_safe` and `executor` say of its transform
     function = source.transform or source.transform_batched
-    return function is not None and not takes_rng(function)
+    may_draw = form == "dataset" or (function is not None and not takes_rng(function))
+    return may_draw and not source.thread_safe and source.executor != "processes"
 
 
 class _Shared:

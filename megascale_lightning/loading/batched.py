@@ -9,7 +9,7 @@ from typing import Any
 
 from megascale_lightning.errors import DataError
 from megascale_lightning.loading.reasons import FILTERED, READ_ERROR, TRANSFORM_ERROR
-from megascale_lightning.loading.transforms import Failed, SampleRunner, attempt, show_call
+from megascale_lightning.loading.transforms import Failed, SampleRunner, attempt, retried, show_call
 from megascale_lightning.sources.formats.arrowcolumns import column_rows
 from megascale_lightning.sources.functions import function_name, rng_is_keyword, takes_rng
 from megascale_lightning.sources.globalstates import lent_states, seeded
@@ -125,16 +125,15 @@ class BatchRunner:
 
     def _attempted(self, block: RecordBlock, rows: Sequence[int], epoch: int) -> Any:
         """What the transform gave for these rows, or `Failed`. The seed is that of the first record, failed or not."""
-        columns = _columns_of(block, rows)
+        where = f"source {self._name!r}, unit {block.unit}, {_rows_text(block, rows)}"
+        columns = _columns_of(block, rows, where)
         first = block.row_start + (rows[0] if len(rows) == 1 else 0)
         key = ("sample", self._seed, self._name, epoch, block.unit, first)
-        call = partial(self._called, columns, key)
-        where = f"source {self._name!r}, unit {block.unit}, {_rows_text(block, rows)}"
-        trying = partial(attempt, call, TRANSFORM_ERROR, self.transform_name, where)
+        once = partial(attempt, partial(self._called, columns, key), TRANSFORM_ERROR, self.transform_name)
         if not self._lends:
-            return trying()
+            return retried(once, where)
         with lent_states():
-            return seeded(derive_seed(*key), trying)
+            return retried(partial(seeded, derive_seed(*key), once), where)
 
     def _called(self, columns: dict[str, Any], key: tuple[str | int, ...]) -> Any:
         # A dict of its own for each attempt: the transform may change it.
@@ -197,13 +196,19 @@ def _rows_text(block: RecordBlock, rows: Sequence[int]) -> str:
     return f"row {first}" if first == last else f"rows {first} to {last}"
 
 
-def _columns_of(block: RecordBlock, rows: Sequence[int]) -> dict[str, list[Any]]:
+def _columns_of(block: RecordBlock, rows: Sequence[int], where: str) -> dict[str, list[Any]]:
     """Field -> the values of the rows, a field that a record lacks as None."""
     if block.table is not None:
         table = block.table if len(rows) == block.num_rows else block.table.take(rows)
         return {name: column_rows(table.column(index)) for index, name in enumerate(table.column_names)}
     assert block.objects is not None
     objects = [block.objects[row] for row in rows]
+    other = next((record for record in objects if not isinstance(record, Mapping)), None)
+    if other is not None:
+        raise DataError(
+            f"{where}: transform_batched gets the fields of records, which have to be dicts; one of these is a "
+            f"{type(other).__name__}: give dicts, or use `transform`, which gets a record as it is"
+        )
     names = dict.fromkeys(name for record in objects for name in record)
     return {name: [record.get(name) for record in objects] for name in names}
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megascale_lightning.errors import RuntimeFailure
 from megascale_lightning.loading.runs import Run
 from megascale_lightning.loading.works import Work
 
@@ -34,6 +35,7 @@ class Executors:
     def __init__(self, dumps: Callable[[Any], bytes] = pickle.dumps) -> None:
         self._dumps = dumps
         self._lock = threading.Lock()
+        self._closed = False
         self._threads: DaemonThreads | None = None
         self._processes: WorkerProcesses | None = None
 
@@ -44,7 +46,9 @@ class Executors:
 
         Raises:
             ConfigError: The work cannot be sent to another process.
+            RuntimeFailure: They are closed.
         """
+        self._check_open()
         source = work.source
         if source.executor == "inline":
             return ((run, partial(work, run)) for run in runs)
@@ -57,14 +61,20 @@ class Executors:
     def close(self) -> None:
         """End threads and processes; what they are at is not waited for."""
         with self._lock:
+            self._closed = True
             if self._processes is not None:
                 self._processes.close()
             if self._threads is not None:
                 self._threads.close()
             self._processes = self._threads = None
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeFailure("the loader is shut down")
+
     def _thread_pool(self, workers: int) -> DaemonThreads:
         with self._lock:
+            self._check_open()
             if self._threads is None:
                 self._threads = DaemonThreads("megascale-transform")
             self._threads.reserve(workers)
@@ -74,6 +84,7 @@ class Executors:
         from megascale_lightning.loading.processes import WorkerProcesses
 
         with self._lock:
+            self._check_open()
             if self._processes is None:
                 self._processes = WorkerProcesses(self._dumps)
             return self._processes
@@ -130,7 +141,7 @@ class DaemonThreads:
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError("the loader is shut down")
+                raise RuntimeFailure("the loader is shut down")
             self._queue.put((future, call, args))
             if self._started < self._most:
                 self._started += 1
@@ -149,8 +160,11 @@ _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 def _end_threads(tasks: queue.SimpleQueue[_Task | None]) -> None:
-    while not tasks.empty():
-        task = tasks.get_nowait()
+    while True:
+        try:
+            task = tasks.get_nowait()
+        except queue.Empty:
+            break  # a thread may have taken the last one just now
         if task is not None:
             task[0].cancel()
     tasks.put(None)

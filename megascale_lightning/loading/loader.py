@@ -17,7 +17,7 @@ from megascale_lightning.loading.samplemaker import SampleMaker
 from megascale_lightning.loading.taking import TakenSamples, TakenTokens, Taking
 from megascale_lightning.loading.tokenmaker import TokenMaker
 from megascale_lightning.rows import CollatedRows, Rows
-from megascale_lightning.sources.formats.parquet import FilePool
+from megascale_lightning.sources.stores.filepool import FilePool
 from megascale_lightning.types import MetaBlock, PartKey, SampleBlock, TakeRequest
 
 __all__ = ["LoadedSource", "SourceLoader"]

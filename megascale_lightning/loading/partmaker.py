@@ -19,13 +19,13 @@ from megascale_lightning.loading.reasons import READ_ERROR, REASONS
 from megascale_lightning.loading.runs import Run
 from megascale_lightning.loading.transforms import Failed, SampleRunner, show_call
 from megascale_lightning.rows import CollatedRows, Rows
-from megascale_lightning.sources.formats.parquet import FilePool
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.order import Segment, part_permutation, window_parts, window_units_of
 from megascale_lightning.sources.reader import make_reader
 from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.diskcache import DiskCache
+from megascale_lightning.sources.stores.filepool import FilePool
 from megascale_lightning.types import PartKey
 
 __all__ = ["LoadedSource", "PartMaker"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,9 @@ import numpy.typing as npt
 from megascale_lightning.errors import DataError
 from megascale_lightning.loading.reasons import EMPTY, KEPT, OVERLONG, TRUNCATED
 from megascale_lightning.sources.source import Overlong
-from megascale_lightning.types import PIECE, IntArray
+from megascale_lightning.types import IGNORED_LABEL, PIECE, IntArray
 
 __all__ = ["apply_overlong", "count_loss_tokens", "cut_records", "permute_entries"]
-
-IGNORED_LABEL: Final = -100
 
 
 def apply_overlong(

@@ -75,37 +75,48 @@ class WorkerProcesses:
         """Kill the processes."""
         self._end()
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of those that are there."""
-        return [worker.pid for worker in list(self._all)]
-
     def _call(self, number: int, work: bytes, name: str, run: Run) -> Any:
-        payload = packed_run(run)
-        for _ in range(_DEATHS):
+        block = run.block
+        place = f"{name}, unit {block.unit}, rows {block.row_start} to {block.row_start + block.num_rows - 1}"
+        try:
+            payload = packed_run(run)
+        except Exception as error:
+            raise DataError(
+                f"{place}: the records cannot be sent to a worker process ({type(error).__name__}: {error}); give "
+                "records that pickle, or set executor='threads' or 'inline'"
+            ) from error
+        deaths = 0
+        while deaths < _DEATHS:
             worker = self._take()
+            is_sent = not worker.was_used  # one that dies as it starts counts: else there would be no end of them
             try:
-                answer = worker.ask(number, work, payload)
+                worker.send(number, work, payload)
+                is_sent = True
+                answer = worker.receive()
             except (EOFError, OSError):
                 code = worker.end()
                 self._all.discard(worker)
                 if not self._end.alive:
                     raise RuntimeFailure("the loader is shut down") from None
+                deaths += is_sent
                 continue
             with self._lock:
                 self._idle.append(worker)
             return _opened(answer)
         raise DataError(
-            f"{name}, unit {run.block.unit}, rows {run.block.row_start} to "
-            f"{run.block.row_start + run.block.num_rows - 1}: {_DEATHS} worker processes died of these records, the "
-            f"last with exit code {code}: the transform ends its process, or there is too little memory for "
-            "num_workers of them"
+            f"{place}: {_DEATHS} worker processes died of these records, the last with exit code {code}: the "
+            "transform ends its process, or there is too little memory for num_workers of them"
         )
 
     def _take(self) -> _Worker:
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                idle = self._idle.pop()
+                if not idle.has_ended:
+                    return idle
+                # Something killed it while it had nothing to do: no records are to blame.
+                idle.end()
+                self._all.discard(idle)
         worker: _Worker = self._starter.submit(_Worker).result()
         self._all.add(worker)
         if not self._end.alive:
@@ -145,17 +156,29 @@ class _Worker:
         self._connection = Connection(ours.detach())
         self._known: set[int] = set()
         self._ended = threading.Lock()
-        self.pid = self._process.pid
+        self.was_used = False
+        """It has given an answer."""
 
-    def ask(self, number: int, work: bytes, payload: bytes) -> bytes:
-        """Send a run, and the work if it does not have it yet; wait for what came of it."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        with self._ended:
+            return self._process.poll() is not None
+
+    def send(self, number: int, work: bytes, payload: bytes) -> None:
+        """Send a run, and the work if it does not have it yet."""
         is_new = number not in self._known
         self._connection.send_bytes(pickle.dumps((number, is_new)))
         if is_new:
             self._connection.send_bytes(work)
             self._known.add(number)
         self._connection.send_bytes(payload)
-        return self._connection.recv_bytes()
+
+    def receive(self) -> bytes:
+        """Wait for what came of the run."""
+        answer = self._connection.recv_bytes()
+        self.was_used = True
+        return answer
 
     def end(self) -> int:
         """Kill it, and give its exit code."""

@@ -14,24 +14,25 @@ from megascale_lightning.errors import CorruptDataError
 from megascale_lightning.loading.partmaker import LoadedSource, PartMaker
 from megascale_lightning.loading.quarantine import WHOLE_UNIT
 from megascale_lightning.loading.reasons import KEPT, REASONS
-from megascale_lightning.loading.runs import cut_block
+from megascale_lightning.loading.runs import BATCHED_RECORDS, cut_block
 from megascale_lightning.loading.samplemaker import SampleMaker
 from megascale_lightning.loading.tokenmaker import TokenMaker
 from megascale_lightning.loading.transforms import Failed
 from megascale_lightning.rows import CollatedRows, Rows
-from megascale_lightning.sources.formats.parquet import FilePool
 from megascale_lightning.sources.order import Segment, num_windows
 from megascale_lightning.sources.records import RecordBlock
+from megascale_lightning.sources.stores.filepool import FilePool
 from megascale_lightning.sources.stores.plaintext import codec_of
 from megascale_lightning.types import MetaBlock, PartKey
 
-__all__ = ["BadRow", "RowCount", "Scan", "SourceScanner"]
+__all__ = ["SLICE_BYTES", "BadRow", "RowCount", "Scan", "SourceScanner"]
 
 _SPREAD: Final = 8
 """Units that a sample of records is taken from."""
 _RUN: Final = 32
-"""Records between two looks at the clock."""
-_SLICE_BYTES: Final = 1 << 20
+"""Records between two looks at the clock; a `transform_batched` gets as many as in a run."""
+SLICE_BYTES: Final = 1 << 20
+"""Stored bytes that are read at once to look at some records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +172,9 @@ class SourceScanner:
         Raises:
             DataError: As in `scan_all`.
         """
-        maker = self._maker(_SLICE_BYTES)
+        maker = self._maker(SLICE_BYTES)
         scan = maker.scan
+        size = _RUN if self._loaded.source.transform_batched is None else BATCHED_RECORDS
         end = time.monotonic() + budget_s
         chosen = sorted(self._spread(_SPREAD))
         whole = True
@@ -185,7 +187,7 @@ class SourceScanner:
                     return scan
                 is_last = False
                 for block, is_last in self._records(maker, unit, quota):  # noqa: B007 - the last one counts
-                    for cut in cut_block(block, _RUN):
+                    for cut in cut_block(block, size):
                         if scan.records and time.monotonic() > end:
                             scan.ran_out = True
                             return scan
@@ -211,7 +213,7 @@ class SourceScanner:
             return RowCount(known, is_exact=True)
         listed = units["rows"] >= 0
         rows, size, rest = int(units["rows"][listed].sum()), int(units["bytes"][listed].sum()), units["bytes"][~listed]
-        maker = self._maker(_SLICE_BYTES)
+        maker = self._maker(SLICE_BYTES)
         end = time.monotonic() + budget_s
         counted = 0
         try:
@@ -240,7 +242,7 @@ class SourceScanner:
         if is_last:
             return rows, int(entry["bytes"]), True
         is_plain = codec_of(self._manifest.files[int(entry["file"])].path) is None
-        return rows, index * _SLICE_BYTES if is_plain else 0, False
+        return rows, index * SLICE_BYTES if is_plain else 0, False
 
     def _records(self, maker: _Scanning, unit: int, quota: int) -> Iterator[tuple[RecordBlock, bool]]:
         """The first records of a unit, each block with whether it reaches the end of the unit."""

@@ -104,10 +104,11 @@ class SampleShower:
     def _block(self, reader: SourceReader, epoch: int, unit: int, row: int) -> RecordBlock:
         """Records with the wanted one among them, if it is there: the run that it is transformed in."""
         if self._manifest.sliced:
-            block, is_last, index = *reader.read_slice(unit, 0, self._part_bytes), 0
+            place = (self._seed, self._stream, epoch)
+            block, is_last, index = *reader.read_epoch_slice(unit, 0, self._part_bytes, place), 0
             while not is_last and row >= block.row_start + block.num_rows:
                 index += 1
-                block, is_last = reader.read_slice(unit, index, self._part_bytes)
+                block, is_last = reader.read_epoch_slice(unit, index, self._part_bytes, place)
         elif self._source.transform_batched is not None:
             segment = self._segment(epoch, unit, row)
             block = reader.read(unit, segment.row_start, segment.row_stop)

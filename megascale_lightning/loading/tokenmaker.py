@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -60,14 +61,22 @@ class TokenMaker(PartMaker):
         if self._needs_samples:
             yield from self._placed(self._executors.each(self._work, runs))
             return
-        for run in runs:
-            with self._placing(run.block.unit):
-                if run.block.table is None:
-                    fragment = self._work(run)
-                else:
-                    where = f"source {self.source.name!r}, {self._manifest.locate(run.block.unit)}"
-                    fragment = from_table(where, run.block.table, self._fields)
-            yield run, fragment
+        # A dataset's `__getitem__` is the user's code, too.
+        for is_called, group in groupby(runs, lambda run: run.block.lazy):
+            if is_called:
+                yield from self._placed(self._executors.each(self._work, group))
+                continue
+            for run in group:
+                with self._placing(run.block.unit):
+                    fragment = self._plain(run)
+                yield run, fragment
+
+    def _plain(self, run: Run) -> Fragment:
+        """The fields of a run that none of the user's code is needed for."""
+        if run.block.table is None:
+            return self._work(run)
+        where = f"source {self.source.name!r}, {self._manifest.locate(run.block.unit)}"
+        return from_table(where, run.block.table, self._fields)
 
     def _runs(self, key: PartKey, ends: list[bool]) -> Iterator[Run]:
         size = BATCHED_RECORDS if self.source.transform_batched is not None else TOKEN_RECORDS

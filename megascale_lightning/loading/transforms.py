@@ -15,9 +15,9 @@ from megascale_lightning.sources.globalstates import lent_states, seeded
 from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.seeding import derive_generator, derive_seed
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.stores.retry import TRANSIENT_ERRNOS
+from megascale_lightning.sources.stores.retry import is_transient
 
-__all__ = ["Failed", "Place", "RemoteError", "SampleRunner", "attempt", "show_call", "takes_rng"]
+__all__ = ["Failed", "Place", "RemoteError", "SampleRunner", "attempt", "retried", "show_call", "takes_rng"]
 
 _T = TypeVar("_T")
 
@@ -98,27 +98,31 @@ class SampleRunner:
         samples = block.samples()
         uses_globals = block.lazy or (self._transform is not None and not self._takes_rng)
         if not uses_globals or self._thread_safe:
-            return [keep(index, self._one(block, samples, index, epoch)) for index in indices]
+            return [
+                keep(index, retried(partial(self._one, block, samples, index, epoch), self._place(block, index)))
+                for index in indices
+            ]
         found = []
         with lent_states():
             for index in indices:
                 seed = derive_seed("sample", self._seed, self._name, epoch, block.unit, block.row_start + index)
-                sample = seeded(seed, partial(self._one, block, samples, index, epoch))
-                found.append(keep(index, sample))
+                once = partial(seeded, seed, partial(self._one, block, samples, index, epoch))
+                found.append(keep(index, retried(once, self._place(block, index))))
         return found
+
+    def _place(self, block: RecordBlock, index: int) -> Place:
+        return Place(self._name, block.unit, block.row_start + index)
 
     def _one(self, block: RecordBlock, samples: Any, index: int, epoch: int) -> Any:
         if index in block.failures:
             return Failed(READ_ERROR, block.failures[index])
         row = block.row_start + index
-        place = Place(self._name, block.unit, row)
-        sample = attempt(lambda: samples[index], READ_ERROR, "fetching it", place) if block.lazy else samples[index]
+        sample = attempt(lambda: samples[index], READ_ERROR, "fetching it") if block.lazy else samples[index]
         if isinstance(sample, Failed):
             return sample
         if self._transform is not None:
-            sample = attempt(
-                lambda: self._transformed(sample, block.unit, row, epoch), TRANSFORM_ERROR, self.transform_name, place
-            )
+            call = partial(self._transformed, sample, block.unit, row, epoch)
+            sample = attempt(call, TRANSFORM_ERROR, self.transform_name)
         if sample is None and (self._dicts_only or self._transform is not None):
             return Failed(FILTERED)
         if self._dicts_only and not isinstance(sample, (Mapping, Failed)):
@@ -127,6 +131,9 @@ class SampleRunner:
 
     def _transformed(self, sample: Any, unit: int, row: int, epoch: int) -> Any:
         assert self._transform is not None
+        if type(sample) is dict:
+            # A dict of its own for each call: the transform may change it, and the record is needed again.
+            sample = dict(sample)
         if not self._takes_rng:
             return self._transform(sample)
         rng = derive_generator("sample", self._seed, self._name, epoch, unit, row)
@@ -145,17 +152,41 @@ def show_call(source: str, epoch: int, unit: int, row: int) -> str:
     return f"loader.sample({(source, epoch, unit, row)!r})"
 
 
-def attempt(call: Callable[[], Any], reason: int, what: str, where: Place | str) -> Any:
-    """The call's value, or `Failed`; a failing device or network is tried again and then raised, never skipped."""
-    for number in range(_ATTEMPTS):
+class _OutsideError(Exception):
+    """A device, a network or the memory failed, and not the record."""
+
+    def __init__(self, what: str, error: Exception) -> None:
+        super().__init__(what)
+        self.what = what
+        self.error = error
+
+
+def attempt(call: Callable[[], Any], reason: int, what: str) -> Any:
+    """The call's value, or `Failed`. To be used within `retried`, which settles what is not the record's fault."""
+    try:
+        return call()
+    except Exception as error:
+        if isinstance(error, MemoryError) or is_transient(error):
+            raise _OutsideError(what, error) from error
+        return Failed(reason, f"{what} failed: {type(error).__name__}: {error}", error)
+    except SystemExit as error:
+        # `sys.exit()` in a library must not end the loader's process without a word.
+        return Failed(reason, f"{what} failed: {type(error).__name__}: {error}", error)
+
+
+def retried(call: Callable[[], _T], where: Place | str) -> _T:
+    """The value of a call that uses `attempt`; what seeds the random states is part of it, so that it draws the same.
+
+    Raises:
+        DataError: A device or a network failed every time, or the memory did not do; it is never skipped.
+    """
+    times = 0
+    while True:
+        times += 1
         try:
             return call()
-        except OSError as error:
-            if error.errno not in TRANSIENT_ERRNOS:
-                return Failed(reason, f"{what} failed: {type(error).__name__}: {error}", error)
-            if number == _ATTEMPTS - 1:
-                raise DataError(f"{where}: {what} failed {_ATTEMPTS} times: {error}") from error
-        except (Exception, SystemExit) as error:
-            # `sys.exit()` in a library must not end the loader's process without a word.
-            return Failed(reason, f"{what} failed: {type(error).__name__}: {error}", error)
-    raise AssertionError("not reached")
+        except _OutsideError as outside:
+            what, error = outside.what, outside.error
+        if isinstance(error, MemoryError) or times == _ATTEMPTS:
+            often = "failed" if times == 1 else f"failed {times} times"
+            raise DataError(f"{where}: {what} {often}: {type(error).__name__}: {error}") from error

@@ -69,8 +69,10 @@ class Manifest:
 
     def file_of(self, unit: int, row: int | None = None) -> FileInfo:
         """The file of a unit, its first one where each record has a file of its own; or of a record."""
-        index = int(self.units[unit]["file"])
-        return self.files[index + row if self.format == "images" and row is not None else index]
+        entry = self.units[unit]
+        index = int(entry["file"])
+        has_own = self.format == "images" or (self.format == "text" and int(entry["rows"]) >= 0)
+        return self.files[index + row if has_own and row is not None and row >= 0 else index]
 
     def locate(self, unit: int, row: int | None = None) -> str:
         """Where a record is, for messages: file, unit and row."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megascale_lightning.sources.formats import Resources, load_format
-from megascale_lightning.sources.formats.parquet import FilePool
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.records import SourceReader
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.diskcache import DiskCache
+from megascale_lightning.sources.stores.filepool import FilePool
 from megascale_lightning.sources.stores.storage import Storage
 
 __all__ = ["make_reader"]

@@ -51,7 +51,8 @@ class SourceReader(ABC):
         """Records [row_start, row_stop) of a unit; row_stop -1 is its end.
 
         Raises:
-            DataError: The unit cannot be read, or lacks a column; names source, file and unit.
+            ConfigError: A file lacks a column that is needed.
+            DataError: The unit cannot be read; names source, file and unit.
             CorruptDataError: Its stored bytes are broken, so that reading again would fail again.
         """
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.functions import function_name, takes_rng
+from megascale_lightning.sources.stores.files import flat_paths
 from megascale_lightning.sources.stores.filesystems import is_filesystem
 from megascale_lightning.sources.stores.secrets import has_password, leaves, without_secrets
 
@@ -34,6 +35,7 @@ Executor = Literal["inline", "threads", "processes"]
 Overlong = Literal["split", "truncate", "drop", "error"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_IPV6 = re.compile(r"(?<=://)([^/@]*@)?\[[0-9A-Fa-f:.%]*\]")
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,10 @@ class Source:
     executor: Executor = "inline"
     """Where transforms (and a dataset's `__getitem__`) run: in the loader's thread, on threads beside it (for code that
     releases the interpreter lock; needs `thread_safe=True` or a transform that takes `rng`), or in processes. The
-    samples are the same."""
+    samples are the same. Items of a dataset without `thread_safe=True` are fetched one at a time on threads, too: each
+    has the global random states to itself."""
     num_workers: int | None = None
-    """Threads or processes of `executor`; None: as many as there are cores."""
+    """Threads or processes of a loader at once, about; None: as many as there are cores."""
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     """Keywords of the fsspec filesystem, credentials among them: handed to the loaders, and written down nowhere. A
     text `env:NAME` stands for the value of an environment variable of rank 0's process."""
@@ -138,12 +141,18 @@ class Source:
 
     def _storage_problems(self) -> list[str]:
         found = []
-        urls = [*_texts(self.data), *(text for _, text in leaves(self.storage_options or {}))]
+        paths = list(flat_paths(self.data))
+        urls = [*paths, *(text for _, text in leaves(self.storage_options or {}))]
         if any(map(has_password, urls)):
             found.append(
                 "a URL holds a user name and a password, and URLs are kept in checkpoints and logs: leave them out of "
                 "it and give storage_options, for HTTP {'headers': {'Authorization': 'env:NAME'}} with a variable that "
                 "holds 'Basic ...' or 'Bearer ...'"
+            )
+        if self.filesystem is None and any(map(_is_chained, paths)):
+            found.append(
+                "chained URLs ('::') are not read: give the filesystem that reads the files, made by fsspec, as "
+                "filesystem=, and plain paths"
             )
         if self.filesystem is not None and not is_filesystem(self.filesystem):
             kind = type(self.filesystem).__name__
@@ -184,7 +193,5 @@ class Source:
         return found
 
 
-def _texts(data: Any) -> list[str]:
-    if isinstance(data, (list, tuple)):
-        return [text for item in data if isinstance(item, (str, list, tuple)) for text in _texts(item)]
-    return [data] if isinstance(data, str) else []
+def _is_chained(path: str) -> bool:
+    return "://" in path and "::" in _IPV6.sub("", path)

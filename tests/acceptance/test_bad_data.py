@@ -122,6 +122,7 @@ def test_what_a_policy_drops_is_not_bad(tmp_path: Path) -> None:
         assert (found.delivered, found.dropped, found.lines) == (Counter(case.good), expected, [])
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("shared_ray")

@@ -386,6 +386,7 @@ def _held_bytes(stats: Any, path: str = "") -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
 def test_a_client_that_stops_reading_on_ray(mixed: Corpus) -> None:
@@ -407,6 +408,7 @@ def test_a_client_that_stops_reading_on_ray(mixed: Corpus) -> None:
     watched(body, 120)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
 def test_validation_while_training_reads_ahead_on_ray(mixed: Corpus, with_fields: Corpus) -> None:

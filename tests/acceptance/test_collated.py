@@ -256,6 +256,7 @@ def test_a_role_that_dies_before_every_step_changes_no_batch(victim: str) -> Non
     assert same(batches, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.watchdog(120)
@@ -272,6 +273,7 @@ def test_ray_gives_the_same() -> None:
         assert same(one.batch, other.batch)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.watchdog(120)
@@ -307,8 +309,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.ray
 @pytest.mark.watchdog(120)
 def test_classes_of_a_script(tmp_path: Path) -> None:
     """Dataset, samples and `collate_fn` are defined in the script that runs, which no actor can import."""

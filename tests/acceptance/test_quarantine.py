@@ -232,7 +232,7 @@ class TestLimit:
         with pytest.raises(ConfigError, match=r"'web'.*max_bad_fraction.*skip"):
             Source("web", "x.jsonl", max_bad_fraction=0.1)
 
-    @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+    @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
     def test_every_rank_gets_the_error(self, tmp_path: Path, runtime: str) -> None:
         """One error each, which says where the records are listed; not a hang, and no end of data."""
         limit = {"max_bad_fraction": 0.3, "shuffle": True}
@@ -272,6 +272,7 @@ class TestLimit:
             assert world.state()["certificate"] == whole.certificate
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("shared_ray")

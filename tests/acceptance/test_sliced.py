@@ -170,6 +170,7 @@ def test_a_loader_that_dies_before_every_step_changes_no_batch(tmp_path: Path, k
     assert count_tokens(found) == count_tokens(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
 def test_two_ray_loaders_give_the_local_order(tmp_path: Path) -> None:

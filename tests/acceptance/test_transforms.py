@@ -18,7 +18,7 @@ from tests.acceptance.drawn import batched, shouts, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(280)]
 
 
 @pytest.fixture(scope="module")

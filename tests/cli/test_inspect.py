@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import random
 import subprocess
 import sys
 import tarfile
@@ -237,8 +238,38 @@ class TestWhatIsFound:
         docs = inspected(capsys, written({"docs": DOCS}))["docs"]
         assert docs["scanned"] == {"records": 32, "units": 1, "all": False, "ran_out_of_time": True}
 
+    def test_a_batched_transform_gets_as_much_as_in_a_run(self, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("sizes.py").write_text(
+            "def batched(columns):\n    n = len(columns['id'])\n    return {'input_ids': [[1] * n] * n}\n"
+        )
+        Path("many.jsonl").write_text("".join(f'{{"id": {i}}}\n' for i in range(300)))
+        config = written({"many": {"data": "many.jsonl", "transform_batched": "sizes.batched"}})
+        many = inspected(capsys, config)["many"]
+        assert (many["lengths"]["min"], many["lengths"]["max"]) == (44, 256)
+
+    def test_the_first_record_of_an_iterable_is_that_of_the_run(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    ) -> None:
+        def draws() -> Any:
+            return ({"input_ids": [1] * random.randrange(1, 10**4)} for _ in range(1))
+
+        module = type(sys)("inspected_draws")
+        module.config = LoaderConfig(sources=[Source("n", draws)], rows=PackedRows(8, 1), runtime="local")
+        monkeypatch.setitem(sys.modules, "inspected_draws", module)
+        found = inspected(capsys, "inspected_draws:config")["n"]
+        assert found["first"]["raw"]["input_ids"]["type"] == f"list of {found['lengths']['max']} int"
+
 
 class TestBadData:
+    def test_a_bad_image_is_named(self, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("pictures").mkdir()
+        for name in ("a.png", "b.png", "c.png"):
+            Path("pictures", name).write_bytes(b"" if name == "b.png" else b"x" * 100)
+        rows = {"class_path": "CollatedRows", "init_args": {"micro_batch_size": 1}}
+        config = written({"p": {"data": "pictures", "format": "images"}}, rows=rows)
+        (bad,) = inspected(capsys, config, "--scan", "all", status=1)["p"]["bad"]
+        assert (Path(bad["file"]).name, bad["row"]) == ("b.png", 1)
+
     def test_all_lists_every_bad_row_and_fails(self, capsys: pytest.CaptureFixture[str]) -> None:
         docs = inspected(capsys, written({"docs": DOCS}), "--scan", "all", status=1)["docs"]
         assert docs["num_bad"] == 2
@@ -310,6 +341,22 @@ class TestText:
         assert "s1gned" not in line
         assert "pass-word" not in line
 
+    def test_a_reader_that_has_seen_enough(self) -> None:
+        config = written({"web": {"data": "web.parquet"}, "docs": DOCS})
+        code = f"import sys; from megascale_lightning.cli import main; sys.exit(main(['inspect', {config!r}]))"
+        with subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as done:
+            assert done.stdout is not None
+            assert done.stderr is not None
+            done.stdout.close()
+            assert done.stderr.read() == ""
+            assert done.wait(60) == 0
+
 
 class TestSettings:
     @pytest.mark.parametrize("name", ["config", "made"])
@@ -339,6 +386,20 @@ class TestSettings:
         settings = {"data": {"class_path": "megascale_lightning.MegaScaleDataModule", "init_args": init_args}}
         Path("run.yaml").write_text(yaml.safe_dump(settings))
         assert inspected(capsys, "run.yaml")["web"]["rows"] == 48
+
+    @pytest.mark.parametrize("listed", [False, True])
+    def test_objects_of_sources(self, listed: bool, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("made_code.py").write_text(
+            "class Repeated:\n"
+            "    def __init__(self, times): self.times = times\n"
+            "    def __call__(self, sample): return {'input_ids': [1] * self.times}\n"
+        )
+        transform = {"class_path": "made_code.Repeated", "init_args": {"times": 3}}
+        source = {"data": "web.parquet", "transform": transform}
+        sources: Any = [{"name": "web", **source}] if listed else {"web": source}
+        web = inspected(capsys, written(sources))["web"]
+        assert web["lengths"]["total"] == 3 * 48
+        assert web["first"]["transform"] == "Repeated"
 
     def test_the_example(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Its data are not there, which is what is said: everything before was understood."""

@@ -214,3 +214,39 @@ def test_a_dropped_record_is_none(files):
         sources=[Source("web", str(files / "a.parquet"), transform=lambda sample: None)], rows=CollatedRows(1)
     )
     assert data.sample(("web", 0, 0, 1)).transformed is None
+
+
+def drawing():
+    for n in range(120):
+        yield {"n": n, "x": random.random()}
+
+
+@pytest.mark.filterwarnings("ignore:source 'web' is an iterable")
+def test_an_iterable_that_draws_is_shown_as_in_the_run():
+    with MegaScaleLoader(config_for(drawing, format_options={"slice_records": 50})) as loader:
+        seen = {}
+        for batch in loader:
+            seen.update(zip([row[0] for row in loader.last_info.sample_ids()], batch, strict=True))
+        assert {sample_id[1] for sample_id in seen} == {0, 1}
+        for sample_id in random.Random(0).sample(list(seen), 6):
+            assert loader.sample(sample_id).raw == seen[sample_id]
+
+
+@pytest.mark.filterwarnings("ignore:source 'web' is an iterable")
+@pytest.mark.parametrize(
+    ("data", "made", "inline"),
+    [
+        (drawing, {}, True),
+        (drawing, {"thread_safe": True, "transform": with_rng}, True),
+        (drawing, {"executor": "processes", "transform": with_globals}, True),
+        ([{"n": 1}], {}, True),
+        ([{"n": 1}], {"executor": "processes"}, False),
+        ([{"n": 1}], {"thread_safe": True}, False),
+        ("a.parquet", {"transform": with_globals}, True),
+        ("a.parquet", {"transform": with_rng}, False),
+    ],
+)
+def test_code_that_may_draw_does_not_run_beside_the_training_step(files, data, made, inline):
+    data = str(files / data) if isinstance(data, str) else data
+    with MegaScaleLoader(config_for(data, **made)) as loader:
+        assert loader._session.reads_inline == inline

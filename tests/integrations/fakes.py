@@ -58,6 +58,7 @@ class FakeLoader:
         self.last_reports: list = []
         self.last_info: FakeInfo | None = None
         self.handed: deque[FakeInfo] = deque()
+        self.knows_length = True
         self.collated = isinstance(config.rows_of(stream), CollatedRows)
 
     @property
@@ -65,6 +66,8 @@ class FakeLoader:
         return f"{self.step:064x}"
 
     def __len__(self) -> int:
+        if not self.knows_length:
+            raise TypeError("inside a pass")
         steps = self.steps_per_epoch
         if steps is None and (self.stream != "train" or self.session.passes):
             steps = self.session.pass_steps(self.stream)

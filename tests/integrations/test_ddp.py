@@ -12,7 +12,7 @@ import torch
 from tests.integrations.corpora import write_corpus
 from tests.integrations.processes import read_log, steps_of, train
 
-pytestmark = [pytest.mark.ddp, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ddp, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -371,6 +371,7 @@ def indices(ranks: list[dict[str, Any]], run: str, what: str) -> Counter[int]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ddp
 def test_data_that_only_one_rank_could_fill(ranks: list[dict[str, Any]]) -> None:
     """The rank that has a batch left waits for the others, or one validates while another trains."""
@@ -392,6 +393,7 @@ def test_data_that_only_one_rank_could_fill(ranks: list[dict[str, Any]]) -> None
     assert indices(ranks, "runs dry", "validated") == Counter(dict.fromkeys(range(HELD), 4))
 
 
+@pytest.mark.slow
 @pytest.mark.ddp
 def test_a_pass_that_filtering_makes_shorter(ranks: list[dict[str, Any]]) -> None:
     """With fewer batches than announced the last gradients are never applied, and validation never comes."""

@@ -99,6 +99,24 @@ def test_a_fit_that_begins_inside_a_pass_validates_at_its_end() -> None:
     assert rest.validated == [(0, 8), (1, 21)]
 
 
+def test_a_second_fit_of_the_same_trainer_takes_every_step() -> None:
+    class StopAt(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.fit_loop.epoch_loop.batch_progress.current.ready == 6 and model is first
+
+    data, first, second = adopt(Numbers(20, 2)), Mean(), Mean()
+    trainer = L.Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=3, callbacks=[StopAt()])
+    model = first
+    trainer.fit(first, datamodule=data)
+    assert (len(first.batches), data.next_step) == (6, 2)
+    model = second
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(second, datamodule=data)
+    assert [batch for epoch, batch in second.batches][:4] == [[12.0, 13.0], [14.0, 15.0], [16.0, 17.0], [18.0, 19.0]]
+    assert data.next_step == 2 + len(second.gradients)
+    assert second.validated
+
+
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_steps_of_another_size_end_with_the_pass(tmp_path: Path, accumulate: int) -> None:
     class Save(L.Callback):

@@ -44,6 +44,16 @@ class Drawing:
         return {"n": index, "input_ids": [index, random.randrange(1 << 30)], "score": random.random()}
 
 
+class Fetched:
+    """Items tell the process that fetched them."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return {"input_ids": [os.getpid()]}
+
+
 def where_it_runs(sample):
     return {"input_ids": [os.getpid()]}
 

@@ -335,3 +335,14 @@ def test_it_is_found_by_its_dotted_path_and_belongs_to_the_order():
     assert table(executor="processes", num_workers=3) == plain
     with pytest.raises(ConfigError, match=r"transform_batched='nothing\.at_all' cannot be imported"):
         table(transform_batched="nothing.at_all")
+
+
+@pytest.mark.filterwarnings("ignore:source 'web' is an iterable")
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_records_without_fields_are_refused(on_error):
+    def pairs():
+        yield from ((n, n) for n in range(3))
+
+    problem = r"source 'web', unit 0, rows 0 to 2: transform_batched gets the fields .* one of these is a tuple"
+    with pytest.raises(DataError, match=problem):
+        meta_of(in_lists, pairs, on_error=on_error)

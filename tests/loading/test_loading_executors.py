@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
 import subprocess
 import sys
 import threading
@@ -16,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megascale_lightning.errors import ConfigError, DataError
-from megascale_lightning.loading import LoadedSource, SourceLoader
-from megascale_lightning.loading.executors import Executors
+from megascale_lightning.errors import ConfigError, DataError, RuntimeFailure
+from megascale_lightning.loading import LoadedSource, SourceLoader, processes
+from megascale_lightning.loading.executors import DaemonThreads, Executors, _end_threads
 from megascale_lightning.loading.runs import Run, cut_block
 from megascale_lightning.rows import CollatedRows, PackedRows
 from megascale_lightning.sources import RecordBlock, Source, build_manifest
@@ -252,3 +253,109 @@ def test_what_goes_to_a_worker_has_no_secrets_and_no_files(files):
     sent = pickle.dumps(type(work)(**{**vars(work), "source": source}).portable())
     assert b"hush-hush" not in sent
     assert b"a.parquet" not in sent
+
+
+def test_an_untransformed_dataset_is_fetched_in_the_worker_processes():
+    pids = pids_of(Source("web", codes.Fetched(), executor="processes", num_workers=1))
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+
+
+def runs_of(count):
+    block = RecordBlock(unit=0, row_start=0, num_rows=count, objects=[{"n": n} for n in range(count)])
+    return [Run(cut, 0) for cut in cut_block(block, 1)]
+
+
+def process_work(transform=codes.where_it_runs):
+    source = Source("web", [{"n": 1}], transform=transform, executor="processes", num_workers=3)
+    loader = loader_of(source, CollatedRows(1))
+    work = loader._makers["train", 0]._work
+    loader.shutdown()
+    return work
+
+
+def test_idle_workers_that_are_killed_are_no_deaths_of_records(tmp_path):
+    work, executors = process_work(), Executors()
+    try:
+        runs = runs_of(4)
+        pool = executors.each(work, runs)
+        assert len([result() for _, result in pool]) == 4
+        workers = list(executors._processes._all)
+        # As if there were three, each of which died with nothing to do.
+        idle = executors._processes._idle
+        while len(workers) < 3:
+            workers.append(processes._Worker())
+            executors._processes._all.add(workers[-1])
+            idle.append(workers[-1])
+        for worker in workers:
+            worker._process.kill()
+            worker._process.wait()
+        assert len([result() for _, result in executors.each(work, runs[:1])]) == 1
+        assert not executors._processes._all & set(workers)
+    finally:
+        executors.close()
+
+
+def test_a_worker_that_is_gone_when_it_is_sent_to_is_no_death_of_records(monkeypatch):
+    work, executors = process_work(), Executors()
+    try:
+        runs = runs_of(1)
+        assert len([result() for _, result in executors.each(work, runs)]) == 1
+        monkeypatch.setattr(processes, "_DEATHS", 1)
+        (worker,) = executors._processes._all
+        send = worker.send
+
+        def dies(*message):
+            worker._process.kill()
+            worker._process.wait()
+            send(*message)
+
+        monkeypatch.setattr(worker, "send", dies)
+        assert len([result() for _, result in executors.each(work, runs)]) == 1
+    finally:
+        executors.close()
+
+
+def test_records_that_do_not_pickle_are_named():
+    work, executors = process_work(), Executors()
+    block = RecordBlock(unit=2, row_start=5, num_rows=1, objects=[{"n": lambda: None}])
+    try:
+        with pytest.raises(DataError, match=r"source 'web', unit 2, rows 5 to 5: the records cannot be sent .*pickle"):
+            [result() for _, result in executors.each(work, [Run(block, 0)])]
+    finally:
+        executors.close()
+
+
+@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
+def test_what_is_closed_stays_closed(executor):
+    source = Source("web", [], transform=codes.with_rng, executor=executor)
+    work = process_work(codes.with_rng)
+    work = type(work)(**{**work.__getstate__(), "source": source})
+    executors = Executors()
+    executors.close()
+    with pytest.raises(RuntimeFailure, match="the loader is shut down"):
+        list(executors.each(work, runs_of(1)))
+    executors.close()
+    threads = DaemonThreads("closed")
+    threads.close()
+    with pytest.raises(RuntimeFailure, match="the loader is shut down"):
+        threads.submit(int)
+
+
+def test_a_thread_that_takes_the_last_task_does_not_break_the_end():
+    class Taken:
+        """Says that it holds something when somebody has just taken it."""
+
+        def __init__(self):
+            self.put_last = []
+            self.put = self.put_last.append
+
+        def empty(self):
+            return False
+
+        def get_nowait(self):
+            raise queue.Empty
+
+    tasks = Taken()
+    _end_threads(tasks)
+    assert tasks.put_last == [None]

@@ -9,7 +9,7 @@ from megascale_lightning.errors import ConfigError, DataError, ReplayError, Stat
 from megascale_lightning.loading import LoadedSource, SourceLoader
 from megascale_lightning.rows import PackedRows, PaddedRows
 from megascale_lightning.sources import Source, build_manifest
-from megascale_lightning.sources.formats.parquet import MAX_OPEN_FILES
+from megascale_lightning.sources.stores.filepool import MAX_OPEN_FILES
 from megascale_lightning.types import PartKey, TakeRequest
 
 FIRST = PartKey("train", 0, 0, 0, 0)

@@ -273,3 +273,83 @@ def test_a_flaky_device_is_tried_again_and_never_skipped():
     with pytest.raises(DataError, match=r"'web', unit 0, row 0: .*failed 3 times"):
         meta_of(always, on_error="skip")
     assert not meta_of(missing, on_error="skip").kept.any()
+
+
+class RequestError(Exception):
+    """As a client library gives it: no OSError, with a status."""
+
+    status = 503
+
+
+@pytest.mark.parametrize("error", [TimeoutError("t"), ConnectionResetError(), RequestError("busy")], ids=repr)
+@pytest.mark.parametrize("setting", ["transform", "transform_batched"])
+def test_a_network_without_an_errno_is_no_record_either(error, setting):
+    def fails(sample):
+        raise error
+
+    transforms = {"transform": None, setting: fails}
+    with pytest.raises(DataError, match=rf"'web', unit 0, rows? 0.*failed 3 times: {type(error).__name__}"):
+        meta_of(on_error="skip", **transforms)
+
+
+def test_too_little_memory_is_no_record():
+    def fails(sample):
+        raise MemoryError
+
+    with pytest.raises(DataError, match=r"'web', unit 0, row 0: .*failed: MemoryError"):
+        meta_of(fails, on_error="skip")
+
+
+class Flaky:
+    """Items and transforms that draw; if `fails`, every other call of a transform fails."""
+
+    def __init__(self, fails):
+        self.fails = fails
+        self.calls = 0
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return {"n": random.randrange(1000)}
+
+    def single(self, sample):
+        return {"input_ids": [sample["n"], *self.drawn()]}
+
+    def batched(self, columns):
+        return {"input_ids": [[n, *self.drawn(index)] for index, n in enumerate(columns["n"])]}
+
+    def drawn(self, index=0):
+        drawn = [random.randrange(1000), int(np.random.randint(1000))]  # noqa: NPY002
+        if index == 0:
+            self.calls += 1
+            if self.fails and self.calls % 2:
+                raise TimeoutError("t")
+        return drawn
+
+
+@pytest.mark.parametrize("setting", ["transform", "transform_batched"])
+@pytest.mark.parametrize("draws_items", [False, True])
+def test_what_is_tried_again_draws_the_same(setting, draws_items):
+    found = []
+    for fails in (False, True):
+        flaky = Flaky(fails)
+        call = flaky.single if setting == "transform" else flaky.batched
+        transforms = {"transform": None, setting: call}
+        found.append(ids_by_row(data=flaky if draws_items else [{"n": 1}, {"n": 2}], **transforms))
+        assert flaky.calls == (1 + fails) * 2 * (1 if setting == "transform_batched" else len(found[0]))
+    assert found[1] == found[0]
+
+
+def test_a_transform_may_change_its_sample():
+    data = [{"n": n} for n in range(12)]
+    failures = [TimeoutError("t")]
+
+    def pops(sample):
+        n = sample.pop("n")
+        if failures:
+            raise failures.pop()
+        return {"input_ids": [n]}
+
+    assert ids_by_row(pops, data) == {n: [n] for n in range(12)}  # made twice
+    assert data == [{"n": n} for n in range(12)]

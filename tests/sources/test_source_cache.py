@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import logging
 import multiprocessing
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
@@ -19,6 +23,7 @@ from megascale_lightning import LoaderConfig, MegaScaleLoader, PackedRows
 from megascale_lightning.errors import DataError
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.diskcache import DiskCache
+from megascale_lightning.sources.stores.filesystems import place_of
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 
 BLOCK = 1000
@@ -67,6 +72,51 @@ def test_a_file_that_changed_has_other_blocks_and_a_new_signature_has_not(tmp_pa
     signed = "https://h/a?X-Amz-Signature="
     cache.read(info_of(old, signed + "1"), 0, 500, old.fetch)
     cache.read(info_of(old, signed + "2"), 0, 500, pytest.fail)
+
+
+def test_stores_with_equal_paths_have_blocks_of_their_own(tmp_path):
+    class Placed(fsspec.AbstractFileSystem):
+        protocol = "placed"
+
+        def __init__(self, endpoint_url: str = "", token: str = "", **more: Any) -> None:
+            super().__init__(endpoint_url=endpoint_url, **more)
+            self.endpoint = endpoint_url
+
+        def _open(self, path: str, mode: str = "rb", **_: Any) -> io.BytesIO:
+            opened.append(self.endpoint)
+            return io.BytesIO(self.endpoint.encode())
+
+    opened: list[str] = []
+    fsspec.register_implementation("placed", Placed, clobber=True)
+    cache = cache_in(tmp_path)
+
+    def read(endpoint: str, storage: Storage) -> None:
+        info = FileInfo("placed://b/a" if storage.given is None else "b/a", len(endpoint), 1)
+        assert storage.open(info).read() == endpoint.encode()
+
+    for endpoint in ("http://one", "http://two", "http://one"):
+        read(endpoint, Storage({"endpoint_url": endpoint, "token": f"of {len(opened)}"}, cache=cache))
+    assert opened == ["http://one", "http://two"], "and another token finds the same blocks"
+    for endpoint in ("http://one", "http://two", "http://one"):
+        read(endpoint, Storage(given=Placed(endpoint_url=endpoint, skip_instance_cache=True), cache=cache))
+    assert len(opened) == 4
+    assert len(blocks_in(cache)) == 4
+
+
+def test_pyarrows_filesystems_are_told_apart(tmp_path):
+    def place(endpoint: str, folder: str = "b", key: str = "k") -> str:
+        store = pyarrow.fs.S3FileSystem(access_key=key, secret_key="5ecret", region="eu", endpoint_override=endpoint)
+        return place_of(pyarrow.fs.SubTreeFileSystem(folder, store))
+
+    assert len({place("h:1"), place("h:2"), place("h:1", "c"), place_of(pyarrow.fs.LocalFileSystem())}) == 4
+    assert place("h:1") == place("h:1", key="another")
+    assert "5ecret" not in place("h:1")
+
+
+def test_the_folder_is_for_this_user_alone(tmp_path):
+    store, cache = Store(10), cache_in(tmp_path)
+    cache.read(info_of(store), 0, 10, store.fetch)
+    assert os.stat(cache.folder).st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty"])

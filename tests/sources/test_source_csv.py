@@ -361,3 +361,25 @@ def test_remote_files_are_read_front_to_back_once(tmp_path):
         assert rows == [{"a": str(n)} for n in range(20_000)]
         assert fs.read[name] == size
         reader.close()
+
+
+def test_a_file_that_is_empty_when_unpacked_has_no_record(tmp_path):
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "b.csv").write_bytes(b"a,b\n1,2\n")
+    rows, failures = read_all(Source("s", str(tmp_path / "*"), transform=dict, columns=["b"]), ["b"])
+    assert (rows, failures) == ([{"b": "2"}], {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"delimiter": '"'}, r"'delimiter' and 'quote' are both '\"'"),
+        ({"quote": ","}, r"'delimiter' and 'quote' are both ','"),
+        ({"delimiter": "\\", "escape": "\\"}, r"'delimiter' and 'escape' are both"),
+        ({"escape": '"'}, r"'quote' and 'escape' are both"),
+        ({"delimiter": " ", "skip_initial_space": True}, r"skip_initial_space.*' '"),
+    ],
+)
+def test_characters_that_stand_for_two_things_are_refused(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=f"source 's': .*{message}"):
+        build_manifest(source_of(tmp_path / "a.csv", b"a,b\n1,2\n", **options))

@@ -1,3 +1,4 @@
+import random
 import subprocess
 import sys
 import threading
@@ -89,3 +90,28 @@ def test_sources_and_loading_do_not_import_torch():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_a_callable_may_draw_and_leaves_the_states_alone():
+    def draws():
+        random.seed(5)
+        return Numbers(3)
+
+    source = Source("s", draws, format="dataset")
+    before = random.getstate()
+    manifest = build_manifest(source)
+    assert random.getstate() == before, "where units are listed"
+    make_reader(source, manifest, None).read(0)
+    assert random.getstate() == before, "where it is read"
+
+
+def test_options_are_refused():
+    with pytest.raises(ConfigError, match="format 'dataset' has no option 'split'"):
+        build_manifest(Source("s", Numbers(3), format_options={"split": "train"}))
+
+
+def test_a_callable_that_does_not_pickle_is_told_its_own_way_out():
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"inside the callable.*runtime=\"local\"") as caught:
+        build_manifest(Source("s", lambda: [lock] * 3), portable=True)
+    assert "give a callable" not in str(caught.value)

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -247,3 +248,13 @@ def test_a_run_over_several_folders(folder):
         with MegaScaleLoader(settings) as loader:
             loader.load_state_dict(state)
             assert [[item["__key__"] for item in batch] for batch in loader] == [step for step, _ in steps[done + 1 :]]
+
+
+def test_a_shard_that_a_split_names_twice_is_one(folder):
+    once = build_manifest(Source("s", str(folder)))
+    meta(folder, "split.yaml", lambda text: text.replace("  val:", "  - parts/train_1.tar\n  val:"))
+    local = build_manifest(Source("s", str(folder)))
+    assert [info.path for info in local.files] == [info.path for info in once.files]
+    fsspec.filesystem("memory").put(str(folder), "/twice", recursive=True)
+    remote = build_manifest(Source("s", "memory://twice"))
+    assert remote.num_units == once.num_units

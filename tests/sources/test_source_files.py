@@ -7,6 +7,7 @@ import pytest
 
 from megascale_lightning.errors import ConfigError, DataError, EmptySourceError
 from megascale_lightning.sources import Source, build_manifest
+from megascale_lightning.sources.formats import find_file_format
 from megascale_lightning.sources.stores.files import expand_braces, find_files
 from megascale_lightning.sources.stores.storage import Storage
 
@@ -94,3 +95,21 @@ def test_a_file_with_braces_in_its_name_is_itself(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "x.jsonl").write_text("{}\n")
     assert names(find_files("s", str(folder / "x.jsonl"))) == ["x.jsonl"]
+
+
+def test_files_of_several_formats_are_not_read_as_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    (tmp_path / "b.jsonl.gz").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"source 's': .*a\.txt is text and .*b\.jsonl\.gz is jsonl; .*format="):
+        build_manifest(Source("s", str(tmp_path / "*")))
+    assert build_manifest(Source("s", [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl.gz")], format="text")).files
+    (tmp_path / "b.jsonl.gz").rename(tmp_path / "z_LICENSE")
+    assert build_manifest(Source("s", str(tmp_path / "*"))).format == "text"
+
+
+def test_files_that_belong_to_others_do_not_tell_the_format() -> None:
+    source = Source("s", "*")
+    assert find_file_format(source, ["a.jpg", "a.txt", "metadata.jsonl"]) == "images"
+    assert find_file_format(source, ["a.tar", "a.tar.idx"]) == "webdataset"
+    with pytest.raises(ConfigError, match=r"a\.tar is webdataset and b\.txt is text"):
+        find_file_format(source, ["a.tar", "b.txt"])

@@ -326,3 +326,12 @@ def test_the_files_of_a_frozen_list_are_enough():
     again = build_manifest(of, files=whole.files[:4])
     assert again.units["rows"].tolist() == whole.units["rows"].tolist()[:3]
     assert again.digest() != whole.digest()
+
+
+def test_an_unknown_encoding_of_text_is_named(tmp_path):
+    folder = copy(tmp_path, "csv")
+    edit_index(folder, lambda index: [one["column_encodings"].__setitem__(0, "torch") for one in index["shards"]])
+    with pytest.raises(ConfigError, match=r"is encoded as 'torch'; known are str, int, float"):
+        read_all(source(folder))
+    names = json.loads((folder / "index.json").read_text())["shards"][0]["column_names"]
+    assert read_all(source(folder), names[1:])

@@ -15,7 +15,7 @@ from megascale_lightning import LoaderConfig, MegaScaleLoader, PackedRows
 from megascale_lightning.errors import ConfigError, CorruptDataError, DataError, EmptySourceError
 from megascale_lightning.sources import Source, build_manifest, make_reader
 from megascale_lightning.sources.formats.arrowcolumns import list_column, scalar_column, table_rows
-from megascale_lightning.sources.formats.parquet import FilePool
+from megascale_lightning.sources.stores.filepool import FilePool
 
 from .remote_files import CountedFileSystem
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import http.client
+import socket
 
 import pytest
 
@@ -53,7 +54,19 @@ def policy(**more) -> tuple[RetryPolicy, list[float]]:
     return RetryPolicy(sleep=waits.append, uniform=lambda: 1.0, **more), waits
 
 
+def named(*names: str) -> type[OSError]:
+    """A class of a library that is not imported here, below others of it."""
+    kind = OSError
+    for name in names:
+        kind = type(name, (kind,), {})
+    return kind
+
+
 PASSING = [
+    socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+    named("ClientConnectorError", "ClientConnectorDNSError")(socket.EAI_AGAIN, "Temporary failure"),
+    named("RequestException", "ConnectionError")("Max retries exceeded"),
+    named("RequestException", "Timeout", "ReadTimeout")("read timed out"),
     OSError(errno.EIO, "device"),
     ConnectionResetError(errno.ECONNRESET, "reset"),
     ConnectionResetError(),
@@ -68,6 +81,8 @@ PASSING = [
     OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 7, Couldn't connect to server"),
 ]
 LASTING = [
+    socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+    OSError(socket.EAI_AGAIN, "another's number"),
     FileNotFoundError(errno.ENOENT, "gone"),
     PermissionError(errno.EACCES, "no"),
     IsADirectoryError(errno.EISDIR, "a folder"),

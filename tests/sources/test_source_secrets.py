@@ -91,7 +91,9 @@ class TestCredentials:
         with pytest.raises(ConfigError, match=r"storage_options\['key'\] is masked.*env:NAME"):
             find_files("web", source.data, Storage.of(source))
 
-    @pytest.mark.parametrize("data", ["https://me:pw@host/a.parquet", ["a", ["s3://k:s@bucket/a"]]])
+    @pytest.mark.parametrize(
+        "data", ["https://me:pw@host/a.parquet", ["a", ["s3://k:s@bucket/a"]], "{https://me:pw@h/a,b}"]
+    )
     def test_passwords_in_urls_are_refused(self, data):
         with pytest.raises(ConfigError, match=r"user name and a password.*storage_options") as caught:
             Source("web", data)
@@ -130,6 +132,29 @@ class TestCredentials:
     )
     def test_what_signs_a_url(self, url, left):
         assert strip_signature(url) == left
+
+    def test_urls_that_only_a_signature_tells_apart_are_refused(self, server):
+        write(server, "get.jsonl", b'{"input_ids": [1]}\n')
+        url = f"{server.url}/get.jsonl"
+        for data in ([f"{url}?key=aaaa-4711", f"{url}?key=bbbb-4711"], f"{url}?key={{aaaa,bbbb}}-4711"):
+            source = Source("web", data)
+            with pytest.raises(
+                ConfigError, match=r"'web': its data name .*get\.jsonl more than once, .*'key'"
+            ) as caught:
+                build_manifest(source)
+            assert "4711" not in str(caught.value)
+        with pytest.raises(ConfigError, match="'token'"):
+            build_manifest(Source("web", [url, f"{url}?token=aaaa-4711"]))
+        told = Source("web", [f"{url}?part={part}&key=aaaa" for part in (1, 2)], format="jsonl")
+        assert len(build_manifest(told).files) == 2
+        assert len(build_manifest(Source("web", [f"{url}?key=aaaa"] * 2, format="jsonl")).files) == 1
+
+    def test_chained_urls_are_refused(self):
+        for data in ("zip://a.jsonl::s3://b/x.zip", ["a", "simplecache::http://[::1]:80/a.jsonl"]):
+            with pytest.raises(ConfigError, match=r"'web': chained URLs \('::'\) are not read: .*filesystem="):
+                Source("web", data)
+        Source("web", ["http://[::1]:80/a.jsonl", "a::b.jsonl"])
+        Source("web", "x://a::b.jsonl", filesystem=fsspec.filesystem("memory"))
 
     def test_a_filesystem_that_does_not_travel_is_named(self):
         class Local(fsspec.AbstractFileSystem):

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from megascale_lightning.errors import DataError
 from megascale_lightning.sources import Source, build_manifest, make_reader
-from megascale_lightning.sources.formats import COMPRESSIONS
 from megascale_lightning.sources.formats import lines as lines_module
 from megascale_lightning.sources.stores import plaintext
-from megascale_lightning.sources.stores.plaintext import Cursors, PlainFile, codec_of
+from megascale_lightning.sources.stores.plaintext import COMPRESSIONS, Cursors, PlainFile, codec_of
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 
 SUFFIXES = list(COMPRESSIONS)

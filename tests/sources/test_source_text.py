@@ -185,7 +185,7 @@ def test_wide_encodings(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"record": "line"}, r"no option 'record'; it has encoding, errors, records, text_field"),
+        ({"record": "line"}, r"no option 'record'; it has encoding, errors, max_record_bytes, records, text_field"),
         ({"records": "word"}, r"'line', 'paragraph' or 'file', not 'word'"),
         ({"encoding": "utf-9"}, r"encoding.*not 'utf-9'"),
         ({"encoding": "hex"}, r"encoding.*not 'hex'"),
@@ -242,3 +242,22 @@ def test_through_the_loader(tmp_path, records):
         for batch in loader:
             found += batch["input_ids"][batch["attention_mask"].bool()].tolist()
     assert sorted(found) == sorted(100 * file + 10 * n + k for file in range(40) for n in range(3) for k in (1, 2, 3))
+
+
+def test_a_record_of_a_unit_of_files_is_located_in_its_own_file(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    manifest = build_manifest(source_of(str(tmp_path / "*.txt"), records="file"))
+    assert manifest.file_of(0, 1).path.endswith("b.txt")
+    assert manifest.file_of(0, -1).path.endswith("a.txt")
+    lines = build_manifest(source_of(str(tmp_path / "*.txt")))
+    assert lines.file_of(0, 1).path.endswith("a.txt")
+
+
+@pytest.mark.parametrize("errors", ["xmlcharrefreplace", "namereplace"])
+def test_handlers_that_only_encode_are_refused(tmp_path, errors):
+    (tmp_path / "a.txt").write_bytes(b"a\xff\n")
+    with pytest.raises(ConfigError, match="option 'errors'"):
+        build_manifest(source_of(tmp_path / "a.txt", errors=errors))
+    for errors in ("strict", "ignore", "replace", "backslashreplace", "surrogateescape"):
+        build_manifest(source_of(tmp_path / "a.txt", errors=errors))

@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.sources import build_manifest, make_reader
 from megascale_lightning.sources.formats.webdataset import format as webdataset
 from megascale_lightning.sources.formats.webdataset import samples as tarsamples
-from megascale_lightning.sources.formats.webdataset.samples import split_name
+from megascale_lightning.sources.formats.webdataset import walk as tarwalk
+from megascale_lightning.sources.formats.webdataset.samples import ShardMemory, split_name
+from megascale_lightning.sources.stores.storage import FileInfo, Storage
 from tests.sources.tars import header_at, keys, open_source, pairs, read_tar, tar_bytes, write
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "webdataset"
@@ -360,3 +363,59 @@ def test_a_reader_of_a_manifest_that_travelled(tmp_path):
     reader, manifest = open_source(write(tmp_path / "a.tar", tar_bytes(pairs(3))))
     source = Source("s", str(tmp_path / "moved-*.tar"))
     assert make_reader(source, manifest, None).read(0).objects == reader.read(0).objects
+
+
+@pytest.mark.parametrize("name", ["0.npz", "0.npy"])
+def test_arrays_that_are_damaged_in_any_way_fail_alone(tmp_path, name):
+    sink = io.BytesIO()
+    if name.endswith("z"):
+        np.savez_compressed(sink, a=np.arange(1000))
+        data = bytearray(sink.getvalue())
+        data[100:110] = bytes(10)
+    else:
+        np.save(sink, np.arange(1000))
+        data = bytearray(sink.getvalue().replace(b"(1000,)", b"(9" + b"0" * 18 + b",)")[:200])
+    block = read_tar(tmp_path, tar_bytes([(name, bytes(data)), ("1.txt", b"x")]))
+    assert keys(block) == [None, "1"]
+    assert f"member '{name}'" in block.failures[0]
+
+
+def test_pax_numbers_without_end_are_damage(tmp_path):
+    for record in (b"9" * 5000 + b" path=a\n", b"5012 size=" + b"9" * 5001 + b"\n"):
+        info = tarfile.TarInfo("x")
+        info.type, info.size = tarfile.XHDTYPE, len(record)
+        sink = io.BytesIO()
+        with tarfile.open(fileobj=sink, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+            archive.addfile(info, io.BytesIO(record))
+        header = sink.getvalue()[: 512 + len(record) + -len(record) % 512]
+        block = read_tar(tmp_path, header + tar_bytes([("0.txt", b"a"), ("1.txt", b"b")]))
+        assert block.failures[0]
+        assert keys(block)[-1] == "1"
+
+
+def test_no_restart_behind_global_records_once_seen(tmp_path):
+    data = tar_bytes(pairs(3)) + tar_bytes(pairs(3), tarfile.PAX_FORMAT, pax_headers={"comment": "c"})
+    path = write(tmp_path / "a.tar", data)
+    memory = ShardMemory()
+
+    def walk(count):
+        walker = webdataset._Walker(FileInfo(path, len(data), 0), Storage.of(Source("s", path)), memory, frozenset())
+        with closing(walker):
+            while count and walker.next_start() is not None:
+                walker.take(None)
+                count -= 1
+
+    walk(1)
+    assert memory.can_restart
+    walk(-1)
+    assert not memory.can_restart
+    walk(1)
+    assert not memory.can_restart
+
+
+def test_an_archive_that_gives_too_little_is_named(monkeypatch):
+    monkeypatch.setattr(Storage, "open", lambda self, info: io.BytesIO(bytes(512)))
+    storage = Storage.of(Source("s", "a.tar"))
+    stream = tarwalk.TarStream(storage, FileInfo("/a.tar", 1 << 20, 0))
+    with closing(stream), pytest.raises(DataError, match=r"source 's': /a\.tar gave 512 of its 1048576 bytes"):
+        stream.read(1024)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.states import TrainerFn
 
 from megascale_lightning.checkpointing.filelists import FILES_KEY, unpack_lists
@@ -124,13 +124,11 @@ class MegaScaleStateCallback(L.Callback):
             raise self._data.refused
         fetcher = trainer.fit_loop._data_fetcher
         partial = self._begins_inside_a_pass(trainer)
+        if partial:
+            self._show_length(trainer, shown=False)
         if (self._data.batches_outdated or partial) and fetcher is not None:
             iter(fetcher)
             self._data.batches_outdated = False
-            if partial and isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is not None:
-                # Lightning would wait for the last batch of a whole pass: it is to look ahead, as without a length.
-                fetcher.length = None
-                fetcher.batches.append(next(fetcher))
         if self._data.ended:
             logger.info("all data are consumed after %d steps: there is nothing left to train on", self._data.next_step)
             trainer.should_stop = True
@@ -208,6 +206,7 @@ class MegaScaleStateCallback(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say once that no validation ran in a pass: Lightning checks that only where it knows the length."""
+        self._show_length(trainer, shown=True)
         if self._skips_to_end:
             self._skips_to_end = False
             trainer.fit_loop.epoch_loop.restarting = False  # else the next epoch ended before its first batch, too
@@ -225,9 +224,18 @@ class MegaScaleStateCallback(L.Callback):
                 stacklevel=2,
             )
 
+    def _show_length(self, trainer: L.Trainer, *, shown: bool) -> None:
+        """Let Lightning wait for the last batch of a whole pass, or look ahead for one that no other follows."""
+        loaders, combined = None if self._data is None else self._data.loaders, trainer.fit_loop._combined_loader
+        if loaders is not None and loaders.train is not None and loaders.train.knows_length != shown:
+            loaders.train.knows_length = shown
+            if combined is not None:
+                combined.limits = trainer.fit_loop.max_batches if shown else None
+
     def _begins_inside_a_pass(self, trainer: L.Trainer) -> bool:
         """Whether a trainer that has counted nothing goes on where another one stopped."""
-        counted = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        loop = trainer.fit_loop.epoch_loop
+        counted = loop.batch_progress.current.ready if loop.restarting else 0  # what is there else is of the last fit
         data = self._data
         return data is not None and data.in_passes and data.next_step > 0 and not data.ended and counted == 0
 

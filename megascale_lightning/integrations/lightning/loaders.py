@@ -32,6 +32,14 @@ class TrainerLoader(MegaScaleLoader):
         """
         super().__init__(*args, **more)
         self._before = before
+        self.knows_length = True
+        """Off for an epoch that begins inside a pass."""
+
+    def __len__(self) -> int:
+        """See `MegaScaleLoader.__len__`."""
+        if not self.knows_length:
+            raise TypeError("this epoch began inside a pass: what is left of it is not counted")
+        return super().__len__()
 
     def __iter__(self) -> Iterator[Any]:
         """An iterator that starts behind the last consumed step. It opens the stream at its first `next()`."""
@@ -74,10 +82,10 @@ class StageLoaders:
         self._evaluation: dict[str, list[MegaScaleLoader]] = {}
         self._latest: MegaScaleLoader | None = None
         self._info: BatchInfo | None = None
-        self.train: MegaScaleLoader | None = None
+        self.train: TrainerLoader | None = None
         """The training loader; None in an evaluation alone."""
 
-    def start_training(self, steps_per_epoch: int | None) -> MegaScaleLoader:
+    def start_training(self, steps_per_epoch: int | None) -> TrainerLoader:
         """Make the training loader; `steps_per_epoch` gives it a length in place of the config's."""
         self.train = self._make("train", auto_consume=False, steps_per_epoch=steps_per_epoch)
         return self.train
@@ -151,7 +159,7 @@ class StageLoaders:
         training = [] if self.train is None else [self.train]
         return itertools.chain(training, *self._evaluation.values())
 
-    def _make(self, stream: str, *, auto_consume: bool, steps_per_epoch: int | None = None) -> MegaScaleLoader:
+    def _make(self, stream: str, *, auto_consume: bool, steps_per_epoch: int | None = None) -> TrainerLoader:
         return TrainerLoader(
             self._config,
             rank=self._rank,

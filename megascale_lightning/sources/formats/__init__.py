@@ -7,21 +7,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.files import find_files
+from megascale_lightning.sources.stores.plaintext import COMPRESSIONS
 from megascale_lightning.types import IntArray
 
 if TYPE_CHECKING:
-    from megascale_lightning.sources.formats.parquet import FilePool
     from megascale_lightning.sources.manifest import Manifest
     from megascale_lightning.sources.records import SourceReader
+    from megascale_lightning.sources.stores.filepool import FilePool
     from megascale_lightning.sources.stores.storage import FileInfo, Storage
 
 __all__ = [
-    "COMPRESSIONS",
     "FORMATS",
     "FileKind",
     "Listing",
@@ -30,9 +30,6 @@ __all__ = [
     "find_file_format",
     "load_format",
 ]
-
-COMPRESSIONS: Final[dict[str, Any]] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
-"""Suffix of a compressed file -> Arrow's name of the codec."""
 
 
 class Listing(NamedTuple):
@@ -88,8 +85,6 @@ class FileKind:
     """File names end in one of these."""
     is_compressible: bool = False
     """They may have a suffix of `COMPRESSIONS` behind."""
-    is_folder: bool = False
-    """`Source.data` names a folder, or several."""
 
     def ends(self, path: str) -> bool:
         """Whether a file of this name is of the format."""
@@ -107,9 +102,9 @@ FORMATS: Final[dict[str, FileKind]] = {
     "text": FileKind((".txt", ".md", ".rst"), is_compressible=True),
     "webdataset": FileKind((".tar", ".tgz"), is_compressible=True),
     "megatron": FileKind((".bin", ".idx")),
-    "images": FileKind((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"), is_folder=True),
-    "mds": FileKind(is_folder=True),
-    "litdata": FileKind(is_folder=True),
+    "images": FileKind((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")),
+    "mds": FileKind(),
+    "litdata": FileKind(),
     "dataset": FileKind(),
     "iterable": FileKind(),
 }
@@ -120,19 +115,35 @@ def load_format(name: str) -> SourceFormat:
     return cast("SourceFormat", import_module(f"megascale_lightning.sources.formats.{name}").FORMAT)
 
 
+def _format_of(path: str) -> str | None:
+    return next((name for name, kind in FORMATS.items() if kind.ends(path)), None)
+
+
+def _belongs(path: str, found: str) -> bool:
+    """Whether a file of another format may lie beside: captions of images, the index of a shard."""
+    return found == "images" or (found == "webdataset" and path.endswith(".idx"))
+
+
 def find_file_format(source: Source, paths: Sequence[str]) -> str:
-    """The format by the name of a file, a folder's by what lies in it.
+    """The format by the names of files. A file whose name tells nothing is read as the first one is.
 
     Args:
         source: For messages.
-        paths: What `data` names: files, or what lies directly in a folder.
+        paths: The files that `data` names.
 
     Raises:
-        ConfigError: The names do not tell.
+        ConfigError: The name of the first does not tell, or that of another is of another format.
     """
-    for name, kind in FORMATS.items():
-        if paths and kind.ends(paths[0]):
-            return name
+    found = _format_of(paths[0]) if paths else None
+    if found is not None:
+        for path in paths:
+            other = _format_of(path)
+            if other not in (None, found) and not _belongs(path, found):
+                raise ConfigError(
+                    f"source {source.name!r}: {paths[0]} is {found} and {path} is {other}; make a source of each, with "
+                    f"paths that name files of one format, or set format= to read all as that"
+                )
+        return found
     known = ", ".join(suffix for kind in FORMATS.values() for suffix in kind.suffixes)
     compressed = ", ".join(name for name, kind in FORMATS.items() if kind.is_compressible)
     raise ConfigError(

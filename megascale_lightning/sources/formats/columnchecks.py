@@ -14,7 +14,7 @@ def needed_columns(source: Source) -> Sequence[str]:
     """Columns that every file must have, as far as the source alone tells."""
     if source.columns is not None:
         return source.columns
-    return () if source.transform or source.transform_batched else ("input_ids",)
+    return () if source.is_transformed else ("input_ids",)
 
 
 def check_columns(name: str, path: str, there: Sequence[str], needed: Sequence[str]) -> None:

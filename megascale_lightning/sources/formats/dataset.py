@@ -11,6 +11,7 @@ import numpy as np
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
+from megascale_lightning.sources.formats.optionsets import check_options
 from megascale_lightning.sources.globalstates import lent_states
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.pickled import pickling_problem
@@ -32,6 +33,9 @@ RECORD_BYTES: Final = 16 << 10
 """A record's size is not known before it is fetched: parts are cut as if it were this."""
 MAX_PICKLED_BYTES: Final = 100_000_000
 
+_WAYS_OUT_OF_CALLABLE: Final = (
+    'define it at the top of a module and make what it needs inside the callable, or use runtime="local"'
+)
 _WAYS_OUT: Final = 'give a callable that returns the dataset (`Source(name, make_dataset)`), or use runtime="local"'
 
 
@@ -43,7 +47,8 @@ def resolve_dataset(source: Source) -> Any:
     """
     data = source.data
     if _is_called(data):
-        data = data()
+        with lent_states():  # the callable may draw, and these are the user's own
+            data = data()
     if not _is_map_style(data):
         raise ConfigError(
             f"source {source.name!r}: a dataset needs __len__ and __getitem__, {type(data).__name__} lacks one; "
@@ -102,6 +107,7 @@ class DatasetFormat(SourceFormat):
 
     def list_units(self, source: Source, files: Sequence[FileInfo], storage: Storage) -> Listing:
         """See `SourceFormat`."""
+        check_options(source, "dataset", {})
         length = files[0].size
         starts = range(0, length, UNIT_RECORDS)
         stops = [min(start + UNIT_RECORDS, length) for start in starts]
@@ -130,7 +136,7 @@ def check_portable(source: Source, dump: Callable[[Any, Any], None] = pickle.dum
         if attribute is not None:
             what += f"; its attribute {name!r} {attribute}"
             break
-    raise ConfigError(f"{what}; {_WAYS_OUT}")
+    raise ConfigError(f"{what}; {_WAYS_OUT_OF_CALLABLE if _is_called(source.data) else _WAYS_OUT}")
 
 
 class _Items(Sequence[Any]):
@@ -181,7 +187,10 @@ class DatasetReader(SourceReader):
         return RecordBlock(unit=unit, row_start=row_start, num_rows=size, objects=items, lazy=True)
 
     def _opened(self) -> Any:
-        with self._lock:
+        dataset = self._dataset
+        if dataset is not None:
+            return dataset
+        with lent_states(), self._lock:  # in this order: a thread that has the states may come here
             if self._dataset is None:
                 self._dataset = self._selected(resolve_dataset(self._source))
                 there, planned = len(self._dataset), self._manifest.files[0].size

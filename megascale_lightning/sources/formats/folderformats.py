@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterator
 from typing import Any, Final
 
 from megascale_lightning.errors import DataError
@@ -14,7 +13,7 @@ from megascale_lightning.sources.formats.images.format import walk_files
 from megascale_lightning.sources.formats.webdataset.energon import find_file, is_prepared
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.files import expand_braces
-from megascale_lightning.sources.stores.storage import FileInfo, Storage
+from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_web
 
 __all__ = ["find_folder_format"]
 
@@ -43,7 +42,7 @@ def find_folder_format(source: Source, storage: Storage) -> str | None:
         return "webdataset"
     index = find_file(f"{path}/{_INDEX_NAME}", storage)
     kind = None if index is None else _of_index(index, storage)
-    if kind is not None or path.startswith(("http://", "https://")):
+    if kind is not None or is_web(path):
         return kind
     return _of_content(path, storage)
 
@@ -71,21 +70,13 @@ def _is_file(path: str, storage: Storage) -> bool:
 
 
 def _of_content(path: str, storage: Storage) -> str | None:
-    for info in _files(path, storage):
+    for info in walk_files(path, storage):
         if FORMATS["images"].ends(info.path):
             return "images"
         kind = _of_index(info, storage) if os.path.basename(info.path) == _INDEX_NAME else None
         if kind is not None:
             return kind
     return None
-
-
-def _files(path: str, storage: Storage) -> Iterator[FileInfo]:
-    try:
-        yield from walk_files(path, storage)
-    except DataError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
 
 
 def _of_index(info: FileInfo, storage: Storage) -> str | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from megascale_lightning.errors import ConfigError, DataError
-from megascale_lightning.sources.stores.files import find_files
+from megascale_lightning.sources.stores.files import NoFilesError, find_files, flat_paths
 from megascale_lightning.sources.stores.secrets import masked, without_secrets
-from megascale_lightning.sources.stores.storage import FileInfo, Storage
+from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_web
 
 __all__ = ["INDEX_NAME", "find_indexes", "find_local", "find_named", "read_index"]
 
@@ -32,7 +32,7 @@ def find_indexes(name: str, data: Any, storage: Storage) -> list[FileInfo]:
         ConfigError: There is none.
     """
     found: dict[str, FileInfo] = {}
-    for pattern in _patterns(data):
+    for pattern in flat_paths(data, name):
         infos = _in_or_below(name, pattern, storage)
         if not infos:
             raise ConfigError(
@@ -46,23 +46,15 @@ def find_indexes(name: str, data: Any, storage: Storage) -> list[FileInfo]:
     return list(found.values())
 
 
-def _patterns(data: Any) -> Iterator[str]:
-    if isinstance(data, (list, tuple)):
-        for item in data:
-            yield from _patterns(item)
-    else:
-        yield os.fspath(data)
-
-
 def _in_or_below(name: str, pattern: str, storage: Storage) -> Sequence[FileInfo]:
     folder = pattern.rstrip("/").removesuffix(INDEX_NAME).rstrip("/") if pattern.endswith(INDEX_NAME) else pattern
     folder = folder.rstrip("/") or "."
     for below in ("", "/**"):
-        if below and folder.startswith(("http://", "https://")):
+        if below and is_web(folder):
             break  # cannot be listed
         try:
             return find_files(name, f"{folder}{below}/{INDEX_NAME}", storage)
-        except ConfigError:
+        except NoFilesError:
             continue
     return ()
 
@@ -91,7 +83,7 @@ def find_named(name: str, index: FileInfo, basenames: Sequence[str], storage: St
         raise DataError(
             f"source {name!r}: {error.filename} is missing, which {index.path} names; restore it"
         ) from error
-    except ConfigError as error:
+    except NoFilesError as error:
         raise DataError(f"{error}, which {index.path} names; restore it") from error
 
 

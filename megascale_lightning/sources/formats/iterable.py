@@ -12,7 +12,7 @@ import numpy as np
 
 from megascale_lightning.errors import ConfigError, DataError, MegaScaleWarning
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
-from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.formats.optionsets import check_options, is_count
 from megascale_lightning.sources.globalstates import OwnStates, lent_states
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader
@@ -27,12 +27,7 @@ SLICE_RECORDS: Final = 1024
 RECORD_BYTES: Final = 16 << 10
 """A record's size is not known before it is there."""
 
-_KNOWN: Final = {
-    "slice_records": (
-        "a whole number of at least 1",
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-    )
-}
+_KNOWN: Final = {"slice_records": is_count(1)}
 
 
 def make_iterator(source: Source) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.formats.lines import LINES, UNIT_BYTES, LineReader, list_ranges
-from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.formats.optionsets import check_options, is_count
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
@@ -23,7 +23,7 @@ class JsonLinesFormat(SourceFormat):
         self, source: Source, files: Sequence[FileInfo], storage: Storage, *, unit_bytes: int = UNIT_BYTES
     ) -> Listing:
         """Units of every file, their rows -1; see `SourceFormat`. An empty file has none."""
-        check_options(source, "jsonl", {})
+        check_options(source, "jsonl", {"max_record_bytes": is_count(1)})
         return list_ranges(files, storage, LINES, unit_bytes)
 
     def make_reader(
@@ -36,7 +36,7 @@ class JsonLinesFormat(SourceFormat):
 class JsonLinesReader(LineReader):
     """`SourceReader` of JSON lines. A row is a line that is not blank.
 
-    A line that is no UTF-8, no JSON or no object is a failed record; its message has the line's first byte.
+    A line that is no UTF-8, no JSON, no object or too long is a failed record; its message has the line's first byte.
     NaN and Infinity are numbers, as Python writes them; of a key that comes twice the last value counts.
     """
 

@@ -6,7 +6,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, TypeVar
 
 import numpy as np
 
@@ -17,12 +17,15 @@ from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.plaintext import Cursors, PlainFile, codec_of, is_large
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 
-__all__ = ["LINES", "PARAGRAPHS", "UNIT_BYTES", "LineReader", "Separator", "find_cuts", "list_ranges"]
+__all__ = ["LINES", "PARAGRAPHS", "UNIT_BYTES", "LineReader", "Separator", "find_cuts", "list_ranges", "pick_rows"]
 
 UNIT_BYTES: Final = 8 << 20
+MAX_RECORD_BYTES: Final = 64 << 20
+"""Default of the option: where no separator comes, so much is held before the record is given up."""
 _CHUNK: Final = 1 << 20
 _CUT_CHUNK: Final = 1 << 16
 _TEXT: Final = re.compile(rb"\S")
+_TEXT_OR_NEWLINE: Final = re.compile(rb"[\S\n]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +99,39 @@ def _behind(stream: BinaryIO, position: int, pattern: re.Pattern[bytes]) -> int 
         # Of what was searched, only a newline with nothing but blanks behind it may begin a separator.
         kept = data.rfind(b"\n")
         kept = len(data) if kept < 0 or _TEXT.search(data, kept) else kept
-        position, data = position + kept, data[kept:]
+        if len(data) - kept > _CUT_CHUNK:
+            position, data = position + len(data) - 1, b"\n"  # blanks without end: the newline is enough
+        else:
+            position, data = position + kept, data[kept:]
     return None
 
 
+_Any = TypeVar("_Any")
 _Found = tuple[int, bytes, "str | None"]
-"""A record: the plain byte of the file at which it begins, its bytes, and how the file breaks off in it."""
+"""A record: the plain byte of the file at which it begins, its bytes, and why it fails: too long, or broken off."""
+
+
+def pick_rows(records: Iterator[_Any], row_start: int, row_stop: int) -> Iterator[_Any]:
+    """Rows [row_start, row_stop) of these records, to the end if `row_stop` is -1. Asks for one more at most."""
+    for row, found in enumerate(records):
+        if row == row_stop:
+            return
+        if row >= row_start:
+            yield found
 
 
 class _RecordCursor:
-    """Goes through the records of one unit, front to back."""
+    """Goes through the records of one unit, front to back.
 
-    def __init__(self, file: PlainFile, stop: int | None, separator: Separator) -> None:
+    Args:
+        file: At the first byte of the unit.
+        stop: Byte behind its last one; None: the end of the content.
+        separator: What stands between records.
+        word: What a record is, for messages.
+        max_bytes: Of a record; of a longer one no more is held.
+    """
+
+    def __init__(self, file: PlainFile, stop: int | None, separator: Separator, word: str, max_bytes: int) -> None:
         self.next_index = 0
         self.row = 0
         """Number in the unit of the record that is next."""
@@ -116,45 +140,56 @@ class _RecordCursor:
         self._file = file
         self._stop = stop
         self._separator = separator
+        self._word = word
+        self._max_bytes = max_bytes
         self._data = b""
         self._base = file.position
         self._pos = 0
         self._complete = False
+        self._long: tuple[int, bytes] | None = None
+        """Where a record that is too long begins, and what is held of it; the rest of it is read on from `_pos`."""
 
     def records(self, limit: float = float("inf")) -> Iterator[_Found]:
         """Those that begin before plain byte `limit` of the file."""
         while not self.ended:
-            if self._separator is LINES:
+            if self._separator is LINES and self._long is None:
                 yield from self._plain_lines(limit)
             start = self._start()
             problem = self._file.problem if self._complete else None
             if start == len(self._data) and problem is None:
                 self.ended = True
-            if self.ended or self._base + start >= limit:
+            offset = self._base + start if self._long is None else self._long[0]
+            if self.ended or offset >= limit:
                 return
             self._pos = start
             span = self._separator.find(self._data, start)
             while span is None and not self._complete:
+                self._hold(offset)
                 self._more()
                 span = self._separator.find(self._data, self._pos)
             if span is None:
                 # A last record needs no separator behind it, unless the file breaks off there.
                 end, after, problem = len(self._data), len(self._data), self._file.problem
+                size = self._text_end() - self._pos
                 self.ended = True
             else:
                 (end, after), problem = span, None
-            found = self._base + self._pos, self._data[self._pos : end], problem
-            self._pos = after
+                size = end - self._pos
+            data = self._data[self._pos : end]
+            if self._long is not None or size > self._max_bytes:
+                data = data[: self._max_bytes] if self._long is None else self._long[1]
+                problem = problem or self._too_long(offset)
+            self._pos, self._long = after, None
             self.row += 1
-            yield found
+            yield offset, data, problem
 
     def _plain_lines(self, limit: float) -> Iterator[_Found]:
         """The same, of what was read already: most lines take this short way."""
-        data, base = self._data, self._base
+        data, base, most = self._data, self._base, self._max_bytes
         while base + self._pos < limit:
             start = self._pos
             end = data.find(b"\n", start)
-            if end < 0:
+            if end < 0 or end - start > most:
                 return
             self._pos = end + 1
             line = data[start:end]
@@ -163,19 +198,60 @@ class _RecordCursor:
                 yield base + start, line, None
 
     def _start(self) -> int:
-        """Where the next record begins in the data: the first line with text; or the end of all data."""
-        text = _TEXT.search(self._data, self._pos)
-        while text is None and not self._complete:
+        """Where the next record begins in the data: the first line with text; or the end of all data.
+
+        Blanks without end are not held: where text follows on the line, it is too long.
+        """
+        if self._long is not None:
+            return self._pos
+        found = _TEXT.search(self._data, self._pos)
+        while found is None and not self._complete:
             self._pos = max(self._data.rfind(b"\n", self._pos) + 1, self._pos)
-            self._more()
-            text = _TEXT.search(self._data, self._pos)
-        if text is None:
+            if len(self._data) - self._pos > self._max_bytes:
+                self._long = self._base + self._pos, self._data[self._pos : self._pos + self._max_bytes]
+                while found is None and not self._complete:
+                    self._pos = len(self._data)
+                    self._more()
+                    found = _TEXT_OR_NEWLINE.search(self._data)
+                self._pos = len(self._data) if found is None else found.start()
+                if found is not None and found.group() != b"\n":
+                    return self._pos
+                self._long = None
+            else:
+                self._more()
+            found = _TEXT.search(self._data, self._pos)
+        if found is None:
             return len(self._data)
-        return max(self._data.rfind(b"\n", self._pos, text.start()) + 1, self._pos)
+        return max(self._data.rfind(b"\n", self._pos, found.start()) + 1, self._pos)
+
+    def _text_end(self) -> int:
+        """Where the record ends, as far as it is read: before a newline that may begin what separates it."""
+        if self._separator is LINES:
+            return len(self._data)
+        newline = self._data.rfind(b"\n", self._pos)
+        return len(self._data) if newline < 0 or _TEXT.search(self._data, newline) else newline
+
+    def _hold(self, offset: int) -> None:
+        """Let go of what is read of a record, but for the part that is held of one that is too long."""
+        if len(self._data) - self._pos <= self._max_bytes:
+            return
+        end = self._text_end()
+        if self._long is None and end - self._pos > self._max_bytes:
+            self._long = offset, self._data[self._pos : self._pos + self._max_bytes]
+        kept = self._data[self._pos : end] if self._long is None else b""
+        # Of blanks behind a newline the newline is enough, to see the next one.
+        self._data, self._pos = kept + self._data[end : end + 1], 0
+        self._base = self._file.position - len(self._data)
+
+    def _too_long(self, offset: int) -> str:
+        return (
+            f"the {self._word} at byte {offset} has more than {self._max_bytes} bytes; if that is right, raise the "
+            "option 'max_record_bytes'"
+        )
 
     def _more(self) -> None:
         rest = self._data[self._pos :]
-        size = max(_CHUNK, len(rest))
+        size = max(_CHUNK, min(len(rest), self._max_bytes + 1 - len(rest)))
         if self._stop is not None:
             size = min(size, self._stop - self._file.position)
         read = self._file.read(size)
@@ -191,6 +267,7 @@ class _RecordCursor:
 class LineReader(SourceReader):
     """`SourceReader` of files made of lines. A record that cannot be parsed is a failure with its first byte.
 
+    So is one of more bytes than the option `max_record_bytes`; the next begins behind the next separator.
     A compressed file that is cut short or corrupt ends with one failed record.
 
     Args:
@@ -208,6 +285,7 @@ class LineReader(SourceReader):
         self._manifest = manifest
         self._storage = storage
         self._separator = separator
+        self._max_bytes: int = source.format_options.get("max_record_bytes") or MAX_RECORD_BYTES
         self._cursors: Cursors[_RecordCursor] = Cursors()
 
     @abstractmethod
@@ -223,18 +301,9 @@ class LineReader(SourceReader):
         """Records of one unit; see `SourceReader.read`."""
         cursor = self._open(unit)
         try:
-            records = self._until(cursor.records(), row_start, row_stop)
-            return self._block(unit, row_start, records)
+            return self._block(unit, row_start, pick_rows(cursor.records(), row_start, row_stop))
         finally:
             cursor.close()
-
-    @staticmethod
-    def _until(records: Iterator[_Found], row_start: int, row_stop: int) -> Iterator[_Found]:
-        for row, found in enumerate(records):
-            if row == row_stop:
-                return
-            if row >= row_start:
-                yield found
 
     def read_slice(self, unit: int, index: int, slice_bytes: int) -> tuple[RecordBlock, bool]:
         """Records that begin in one slice; see `SourceReader.read_slice`.
@@ -273,7 +342,8 @@ class LineReader(SourceReader):
         entry = self._manifest.units[unit]
         info = self._manifest.files[int(entry["file"])]
         stop = None if codec_of(info.path) else int(entry["stop"])
-        return _RecordCursor(PlainFile(self._storage, info, int(entry["start"])), stop, self._separator)
+        file = PlainFile(self._storage, info, int(entry["start"]))
+        return _RecordCursor(file, stop, self._separator, self._word, self._max_bytes)
 
     def close(self) -> None:
         """Close the files that are open between slices."""

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
+from megascale_lightning.sources.formats.columnchecks import check_columns
 from megascale_lightning.sources.formats.optionsets import check_options
 from megascale_lightning.sources.formats.tokentables import token_lists
 from megascale_lightning.sources.manifest import UNIT, Manifest
@@ -225,12 +226,7 @@ def _by_document(source: Source) -> bool:
 
 def _check_columns(name: str, info: FileInfo, index: _Index, needed: Sequence[str]) -> None:
     there = ["input_ids", "mode", "sequence_lengths"] if index.has_modes else ["input_ids"]
-    missing = [column for column in needed if column not in there]
-    if missing:
-        raise ConfigError(
-            f"source {name!r}: {info.path} has no column {', '.join(map(repr, missing))}; its columns are "
-            f"{', '.join(there)}"
-        )
+    check_columns(name, info.path, there, needed)
 
 
 def _buffer(array: npt.NDArray[Any]) -> Any:

@@ -1,14 +1,24 @@
-"""`check_options`: refuses settings that a format does not have."""
+"""`check_options`: refuses settings that a format does not have; `IS_BOOL`, `is_count`: what values may be."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.source import Source
 
-__all__ = ["check_options"]
+__all__ = ["IS_BOOL", "check_options", "is_count"]
+
+IS_BOOL: Final[tuple[str, Callable[[Any], bool]]] = ("True or False", lambda value: isinstance(value, bool))
+
+
+def is_count(least: int) -> tuple[str, Callable[[Any], bool]]:
+    """What a whole number has to be, and whether a value is one of at least `least`."""
+    return (
+        f"a whole number of at least {least}",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,
+    )
 
 
 def check_options(source: Source, kind: str, known: Mapping[str, tuple[str, Callable[[Any], bool]]]) -> None:

@@ -18,11 +18,11 @@ from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.corruption import is_corruption
-from megascale_lightning.sources.stores.filepool import MAX_OPEN_FILES, FilePool, attempt_read
+from megascale_lightning.sources.stores.filepool import attempt_read
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 from megascale_lightning.types import IntArray
 
-__all__ = ["FORMAT", "MAX_OPEN_FILES", "FilePool", "ParquetFormat", "ParquetReader"]
+__all__ = ["FORMAT", "ParquetFormat", "ParquetReader"]
 
 _BUFFER_BYTES: Final = 64 << 20
 """Over all columns, when a row group is read in slices."""

@@ -12,7 +12,7 @@ import numpy as np
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.formats.lines import LINES, PARAGRAPHS, UNIT_BYTES, LineReader, list_ranges
-from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.formats.optionsets import check_options, is_count
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader
 from megascale_lightning.sources.source import Source
@@ -37,16 +37,20 @@ def _encodes(value: Any) -> bool:
 
 def _handles_errors(value: Any) -> bool:
     try:
-        return callable(codecs.lookup_error(value))
-    except (LookupError, TypeError):
+        b"\xff".decode("ascii", value)
+    except UnicodeDecodeError:
+        return True
+    except Exception:  # no handler of this name, or one that encodes alone
         return False
+    return True
 
 
 _KNOWN: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "records": ("'line', 'paragraph' or 'file'", lambda value: value in ("line", "paragraph", "file")),
     "encoding": ("an encoding of text that Python knows", _encodes),
-    "errors": ("an error handler of Python such as 'strict' or 'replace'", _handles_errors),
+    "errors": ("an error handler of Python for decoding, such as 'strict' or 'replace'", _handles_errors),
     "text_field": ("a name", lambda value: isinstance(value, str) and value != ""),
+    "max_record_bytes": is_count(1),
 }
 
 
@@ -61,6 +65,8 @@ class TextOptions:
     """What to do about bytes that are not of the encoding: "strict" makes the record a failure."""
     text_field: str = "text"
     """Key of the text in a record."""
+    max_record_bytes: int | None = None
+    """A longer record is a failure; None: 64 MB, and no limit where a record is a file."""
 
     @classmethod
     def of(cls, source: Source) -> TextOptions:
@@ -164,7 +170,8 @@ class TextLineReader(LineReader):
 class TextFileReader(SourceReader):
     """`SourceReader` of text files that are one record each: `{text_field: text, "path": path}`.
 
-    A file that does not decode, or whose compressed content is broken, is a failed record.
+    A file that does not decode, is longer than `max_record_bytes`, or whose compressed content is broken, is a failed
+    record.
 
     Args:
         source: Named in messages.
@@ -202,8 +209,14 @@ class TextFileReader(SourceReader):
 
     def _content(self, info: FileInfo) -> tuple[bytes, str | None]:
         file = PlainFile(self._storage, info)
+        limit = self._options.max_record_bytes
+        size, chunks = 0, []
         try:
-            chunks = list(iter(lambda: file.read(_READ_BYTES), b""))
+            while chunk := file.read(_READ_BYTES):
+                chunks.append(chunk)
+                size += len(chunk)
+                if limit is not None and size > limit:
+                    return b"".join(chunks)[:limit], f"has more than {limit} bytes, the option 'max_record_bytes'"
             return b"".join(chunks), file.problem
         finally:
             file.close()

@@ -37,9 +37,9 @@ _ABANDONED_S: Final = 600.0
 class DiskCache:
     """A folder of fixed-size blocks, each with a checksum; those used least recently go when the limit is reached.
 
-    A block is found by the file's path without its signature, its size and when it was written: a file that changed has
-    other blocks. A damaged block is read anew. Where the disk is full or cannot be written, reading goes on without.
-    Picklable; processes meet in the folder alone.
+    A block is found by the store, the file's path without its signature, its size and when it was written: a file that
+    changed has other blocks. A damaged block is read anew. Where the disk is full or cannot be written, reading goes on
+    without. Picklable; processes meet in the folder alone.
     """
 
     folder: str
@@ -49,7 +49,7 @@ class DiskCache:
     block_bytes: int = BLOCK_BYTES
     _failed: bool = field(default=False, repr=False)
 
-    def read(self, info: FileInfo, start: int, stop: int, fetch: Callable[[int, int], bytes]) -> bytes:
+    def read(self, info: FileInfo, start: int, stop: int, fetch: Callable[[int, int], bytes], place: str = "") -> bytes:
         """Bytes [start, stop) of a file.
 
         Args:
@@ -57,9 +57,10 @@ class DiskCache:
             start: First byte.
             stop: Behind the last byte; at most its size.
             fetch: Gives the bytes [start, stop) of the store.
+            place: Names the store where the path does not.
         """
         key = hashlib.sha256(
-            f"{strip_signature(info.path)}\0{info.size}\0{info.mtime_ns}\0{self.block_bytes}".encode()
+            f"{place}\0{strip_signature(info.path)}\0{info.size}\0{info.mtime_ns}\0{self.block_bytes}".encode()
         ).hexdigest()
         chunks = []
         for index in range(start // self.block_bytes, -(-stop // self.block_bytes)):
@@ -83,6 +84,7 @@ class DiskCache:
         return data
 
     def _store(self, path: Path, data: bytes) -> None:
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)  # `mkdir` gives its mode to the last folder alone
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         made = path.with_name(f"{uuid.uuid4().hex}.tmp")
         try:

@@ -11,9 +11,9 @@ from typing import Any, Final, cast
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.stores.secrets import masked, without_secrets
-from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_url
+from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_url, is_web
 
-__all__ = ["expand_braces", "find_files", "is_file_data"]
+__all__ = ["NoFilesError", "expand_braces", "find_files", "flat_paths", "is_file_data"]
 
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _LISTED_FROM: Final = 16
@@ -21,6 +21,10 @@ _LISTED_FROM: Final = 16
 _ASKING_THREADS: Final = 8
 
 _RANGE: Final = re.compile(r"(\d+)\.\.(\d+)")
+
+
+class NoFilesError(ConfigError):
+    """A path or a pattern of a source names no file."""
 
 
 def is_file_data(data: Any) -> bool:
@@ -63,7 +67,8 @@ def find_files(name: str, data: Any, storage: Storage | None = None) -> tuple[Fi
         storage: Where they lie; None: on this machine, or where their URLs say.
 
     Raises:
-        ConfigError: A pattern matches nothing, or a path is a directory or missing.
+        NoFilesError: A pattern matches nothing, or a path is a directory or missing.
+        ConfigError: A list holds something else, or a store cannot be set up.
         DataError: A store does not answer, or refuses.
     """
     storage = storage or Storage()
@@ -71,7 +76,7 @@ def find_files(name: str, data: Any, storage: Storage | None = None) -> tuple[Fi
     if known is not None:
         return known
     found: dict[str, FileInfo] = {}
-    wanted = [(path, pattern) for pattern in _patterns(name, data) for path in _alternatives(pattern, storage)]
+    wanted = [(path, pattern) for pattern in flat_paths(data, name) for path in _alternatives(pattern, storage)]
     named = [pair for pair in wanted if storage.is_remote(pair[0]) and not _is_pattern(pair[0])]
     looked_up = _look_up(name, named, storage)
     for alternative, pattern in wanted:
@@ -97,13 +102,22 @@ def _alternatives(pattern: str, storage: Storage) -> list[str]:
     return [pattern] if is_file else expand_braces(pattern)
 
 
-def _patterns(name: str, data: Any) -> Iterator[str]:
+def flat_paths(data: Any, name: str | None = None) -> Iterator[str]:
+    """The paths, patterns and URLs in `Source.data`, in list order.
+
+    Args:
+        data: One, or nested lists of them.
+        name: Of the source, whose data may hold nothing else; None leaves out what is something else.
+
+    Raises:
+        ConfigError: There is something else.
+    """
     if isinstance(data, (str, os.PathLike)):
         yield os.fspath(cast("str", data))
     elif isinstance(data, (list, tuple)):
         for item in data:
-            yield from _patterns(name, item)
-    else:
+            yield from flat_paths(item, name)
+    elif name is not None:
         raise ConfigError(
             f"source {name!r}: a file list holds paths, patterns and lists of these, not {type(data).__name__}"
         )
@@ -123,7 +137,7 @@ def _match_local(name: str, path: str, pattern: str) -> list[FileInfo]:
 
 def _is_pattern(path: str) -> bool:
     # A question mark in a web address begins its query.
-    return any(sign in path for sign in "*[") if path.startswith(("http://", "https://")) else glob.has_magic(path)
+    return any(sign in path for sign in "*[") if is_web(path) else glob.has_magic(path)
 
 
 def _match_remote(name: str, url: str, pattern: str, storage: Storage) -> list[FileInfo]:
@@ -159,8 +173,7 @@ def _look_up(name: str, wanted: list[tuple[str, str]], storage: Storage) -> dict
     found: dict[str, FileInfo | None] = {}
     single = []
     for folder, urls in folders.items():
-        is_web = folder.startswith(("http://", "https://"))
-        listed = {} if is_web or len(urls) < _LISTED_FROM else _list_folder(folder, storage)
+        listed = {} if is_web(folder) or len(urls) < _LISTED_FROM else _list_folder(folder, storage)
         found |= {url: listed.get(url) for url in urls if url in listed}
         single += [url for url in urls if url not in listed]
     found |= dict(zip(single, _ask_each(storage, single), strict=True))
@@ -195,15 +208,15 @@ def _ask_each(storage: Storage, urls: list[str]) -> list[FileInfo | None]:
 def _is_folder(url: str, storage: Storage) -> bool:
     fs, inside = storage.filesystem(url)
     try:
-        return not url.startswith(("http://", "https://")) and bool(fs.isdir(inside))
+        return not is_web(url) and bool(fs.isdir(inside))
     except Exception:  # only the message depends on it
         return False
 
 
-def _nothing(name: str, path: str, pattern: str, *, is_dir: bool) -> ConfigError:
+def _nothing(name: str, path: str, pattern: str, *, is_dir: bool) -> NoFilesError:
     path, pattern = masked(path), masked(pattern)
     if is_dir:
-        return ConfigError(f"source {name!r}: {path} is a directory; name its files, such as {path}/*.parquet")
+        return NoFilesError(f"source {name!r}: {path} is a directory; name its files, such as {path}/*.parquet")
     of_pattern = "" if pattern == path else f" (of the pattern {pattern!r})"
     local = "" if is_url(path) else f"; paths are relative to {os.getcwd()}"
-    return ConfigError(f"source {name!r}: no file matches {path}{of_pattern}{local}")
+    return NoFilesError(f"source {name!r}: no file matches {path}{of_pattern}{local}")

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
@@ -14,13 +14,25 @@ from typing import Any, Final
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.stores.secrets import leaves, redact, remember_secrets
 
-__all__ = ["Lease", "adapt_filesystem", "is_filesystem", "lease_filesystem", "modified_ns", "remember_filesystem"]
+__all__ = [
+    "Lease",
+    "adapt_filesystem",
+    "is_filesystem",
+    "lease_filesystem",
+    "modified_ns",
+    "place_of",
+    "remember_filesystem",
+    "url_of",
+    "url_settings",
+]
 
 _HTTP: Final = ("http", "https")
 _TIMES: Final = ("LastModified", "last_modified", "mtime", "Last-Modified", "updated", "modified", "created")
 _TAGS: Final = ("ETag", "etag", "Content-MD5", "md5Hash", "content_md5", "version_id", "generation")
 _CONNECT_S, _SILENT_S = 15, 60
 """How long a connection may take to be made, and how long nothing may arrive on it."""
+_PLACES: Final = frozenset({"endpoint_url", "endpoint_override", "host", "account_name", "path", "protocol", "fo"})
+"""Options that tell one store from another."""
 
 
 class _Shared:
@@ -51,7 +63,7 @@ class Lease:
 
 
 def lease_filesystem(url: str, options: Mapping[str, Any]) -> Lease:
-    """The filesystem of a URL: the same object for all that ask with equal options in this process.
+    """The filesystem of a URL: the same object for all that ask for equal hosts with equal options in this process.
 
     fsspec's own sharing goes by thread: every thread would have connections of its own.
 
@@ -59,36 +71,83 @@ def lease_filesystem(url: str, options: Mapping[str, Any]) -> Lease:
         ConfigError: fsspec, or what it needs for this URL, is not installed, or it refuses the options.
     """
     protocol = url.split("://", 1)[0]
-    key = (os.getpid(), protocol, repr(sorted(options.items())))
+    settings = {**url_settings(url), **options}
+    key = (os.getpid(), protocol, repr(sorted(settings.items())))
     with _lock:
         found = _shared.get(key)
         if found is None:
-            found = _shared[key] = _Shared(_make(url, protocol, options))
+            found = _shared[key] = _Shared(_make(protocol, settings))
         found.users += 1
         return Lease(key, found)
 
 
-def _make(url: str, protocol: str, options: Mapping[str, Any]) -> Any:
+def url_settings(url: str) -> dict[str, Any]:
+    """What a URL itself says of its filesystem: the host, the account; nothing for most.
+
+    Raises:
+        ConfigError: As `lease_filesystem`.
+    """
+    found: dict[str, Any] = _set_up(url.split("://", 1)[0], lambda kind: kind._get_kwargs_from_urls(url), "this URL")
+    return found
+
+
+def url_of(url: str, fs: Any, inside: str) -> str:
+    """The URL of what `fs`, the filesystem of `url`, calls `inside`; with the host that `url` names."""
+    if not url_settings(url):
+        return str(fs.unstrip_protocol(inside))
+    protocol, _, rest = url.partition("://")
+    head = f"{protocol}://{rest.partition('/')[0]}"
+    # The container of abfs stands before the host, and at the beginning of paths inside.
+    names = [f"{head}/{inside.lstrip('/')}", f"{head}/{inside.lstrip('/').partition('/')[2]}"]
+    return next((name for name in names if fs._strip_protocol(name) == inside), names[0])
+
+
+def place_of(given: Any) -> str:
+    """What tells a store from another, without credentials: of a filesystem, or of options."""
+    if isinstance(given, Mapping):
+        texts = sorted({(key, text) for key, text in leaves(given) if key in _PLACES})
+        return repr(texts)
+    if given is None:
+        return ""
+    kept = getattr(given, "storage_options", None)
+    settings = kept if isinstance(kept, Mapping) else {str(n): part for n, part in enumerate(_pickled(given))}
+    nested = [place_of(part) for part in (*settings.values(), getattr(given, "base_fs", None)) if is_filesystem(part)]
+    return repr(
+        (type(given).__qualname__, getattr(given, "base_path", getattr(given, "path", "")), place_of(settings), nested)
+    )
+
+
+def _pickled(given: Any) -> list[Any]:
+    try:
+        reduced = given.__reduce__()
+    except Exception:  # what does not pickle is refused elsewhere, by name
+        return []
+    return list(reduced[1]) if isinstance(reduced, tuple) and isinstance(reduced[1], tuple) else []
+
+
+def _make(protocol: str, settings: Mapping[str, Any]) -> Any:
+    def make(kind: Any) -> Any:
+        given = _with_timeouts(settings) if protocol in _HTTP else settings
+        return kind(skip_instance_cache=True, **given)
+
+    return _set_up(protocol, make, f"storage_options {sorted(settings)}")
+
+
+def _set_up(protocol: str, call: Callable[[Any], Any], what: str) -> Any:
+    """What a call makes of fsspec's class of a protocol."""
     problem = ""
     try:
         from fsspec import get_filesystem_class
-        from fsspec.core import url_to_fs
 
-        if "::" in url:
-            return url_to_fs(url, **options)[0]
-        kind = get_filesystem_class(protocol)
-        settings = {**kind._get_kwargs_from_urls(url), **options}
-        if protocol in _HTTP:
-            settings = _with_timeouts(settings)
-        return kind(skip_instance_cache=True, **settings)
+        return call(get_filesystem_class(protocol))
     except ImportError as error:
         problem = f"needs a package that is not installed: {error}"
     except (TypeError, ValueError) as error:
-        problem = f"cannot be set up with storage_options {sorted(options)}: {error}"
+        problem = f"cannot be set up with {what}: {error}"
     raise ConfigError(redact(f"the filesystem of {protocol}:// {problem}"))
 
 
-def _with_timeouts(settings: dict[str, Any]) -> dict[str, Any]:
+def _with_timeouts(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A server that goes silent must not hold a loader for the five minutes of aiohttp's default."""
     import aiohttp
 
@@ -133,14 +192,9 @@ def remember_filesystem(given: Any) -> None:
     """Its credentials are masked in messages from now on: those of its options, or of what it is pickled as."""
     try:
         kept = getattr(given, "storage_options", None)
-        remember_secrets(kept if isinstance(kept, Mapping) else _pickled_settings(given))
-    except Exception:  # what does not pickle is refused elsewhere, by name
+        remember_secrets(kept if isinstance(kept, Mapping) else _pickled(given))
+    except Exception:  # only what is masked depends on it
         return
-
-
-def _pickled_settings(given: Any) -> list[dict[str, str]]:
-    reduced = given.__reduce__()
-    return [{key: text} for key, text in leaves(list(reduced[1:2]))] if isinstance(reduced, tuple) else []
 
 
 def modified_ns(entry: Mapping[str, Any]) -> int:

@@ -12,10 +12,12 @@ from typing import Any, BinaryIO, Final, Generic, Protocol, TypeVar, cast
 import pyarrow as pa
 
 from megascale_lightning.errors import DataError
-from megascale_lightning.sources.formats import COMPRESSIONS
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 
-__all__ = ["SLICED_BYTES", "Cursor", "Cursors", "PlainFile", "codec_of", "is_large"]
+__all__ = ["COMPRESSIONS", "SLICED_BYTES", "Cursor", "Cursors", "PlainFile", "codec_of", "is_large"]
+
+COMPRESSIONS: Final[dict[str, Any]] = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+"""Suffix of a compressed file -> Arrow's name of the codec."""
 
 SLICED_BYTES: Final = 8 << 20
 """A compressed file that is larger as stored is read in slices."""

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import random
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,15 @@ from typing import Any, Final, TypeVar
 from megascale_lightning.errors import DataError, MegaScaleError
 from megascale_lightning.sources.stores.secrets import redact
 
-__all__ = ["TRANSIENT_ERRNOS", "RefusedError", "RetryPolicy", "ShortReadError", "is_transient", "status_of"]
+__all__ = [
+    "TRANSIENT_ERRNOS",
+    "RefusedError",
+    "RetryPolicy",
+    "ShortReadError",
+    "is_refusal",
+    "is_transient",
+    "status_of",
+]
 
 _T = TypeVar("_T")
 
@@ -30,9 +39,12 @@ _PERMANENT: Final = (FileNotFoundError, PermissionError, IsADirectoryError, NotA
 _TRANSIENT_NAMES: Final = frozenset(
     {"ClientConnectionError", "ClientPayloadError", "IncompleteRead", "ProtocolError", "EndpointConnectionError"}
     | {"ReadTimeoutError", "ConnectTimeoutError", "ConnectionClosedError", "HTTPClientError", "RetriesExceededError"}
-    | {"ResponseStreamingError", "ChunkedEncodingError", "TransportError"}
+    | {"ResponseStreamingError", "ChunkedEncodingError", "TransportError", "ConnectionError", "Timeout"}
 )
 """Classes of libraries that are not imported here: aiohttp, http.client, urllib3, botocore, requests."""
+
+_RESOLVING_NAMES: Final = frozenset({"gaierror", "ClientConnectorDNSError", "ClientConnectorError"})
+"""Their numbers may be those of the resolver of names."""
 
 _ARROW_STORE: Final = re.compile(
     r"AWS Error (UNKNOWN|NETWORK_CONNECTION|SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING|REQUEST_TIMEOUT|"
@@ -70,11 +82,19 @@ def _is_transient(error: BaseException) -> bool:
         return False
     if isinstance(error, (TimeoutError, ConnectionError, asyncio.TimeoutError)):
         return True
+    if getattr(error, "errno", None) == socket.EAI_AGAIN:
+        return any(kind.__name__ in _RESOLVING_NAMES for kind in type(error).__mro__)
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in TRANSIENT_ERRNOS
     if any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__):
         return True
     return isinstance(error, OSError) and _ARROW_STORE.search(str(error)) is not None
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether a store does not let these credentials do it."""
+    status = next((status_of(cause) for cause in (error, error.__cause__) if cause and status_of(cause)), None)
+    return isinstance(error, PermissionError) or status in (401, 403) or "ACCESS_DENIED" in str(error)
 
 
 def status_of(error: BaseException) -> int | None:

@@ -15,6 +15,7 @@ from megascale_lightning.errors import ConfigError
 __all__ = [
     "ENV",
     "MASK",
+    "differing_parameters",
     "has_password",
     "leaves",
     "mask_options",
@@ -57,8 +58,8 @@ _lock = threading.Lock()
 
 
 def has_password(text: str) -> bool:
-    """Whether a URL holds `user:password@`."""
-    return _PASSWORD.match(text) is not None
+    """Whether a URL in a text holds `user:password@`."""
+    return _PASSWORD.search(text) is not None
 
 
 def strip_signature(url: str) -> str:
@@ -73,6 +74,12 @@ def strip_signature(url: str) -> str:
     pairs = parse_qsl(parts.query, keep_blank_values=True)
     kept = [(name, value) for name, value in pairs if not _SIGNED.fullmatch(name)]
     return url if len(kept) == len(pairs) else urlunsplit(parts._replace(query=urlencode(kept)))
+
+
+def differing_parameters(one: str, other: str) -> list[str]:
+    """Names of the parameters that two URLs have different values of, sorted."""
+    pairs = [set(parse_qsl(urlsplit(url).query, keep_blank_values=True)) for url in (one, other)]
+    return sorted({name for name, _ in pairs[0] ^ pairs[1]})
 
 
 def named_variables(options: Any) -> Iterator[str]:

@@ -11,13 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar, cast
 
-from megascale_lightning.errors import ConfigError, DataError
+from megascale_lightning.errors import ConfigError, DataError, MegaScaleError
 from megascale_lightning.sources.stores.filesystems import (
     Lease,
     adapt_filesystem,
     lease_filesystem,
     modified_ns,
+    place_of,
     remember_filesystem,
+    url_of,
+    url_settings,
 )
 from megascale_lightning.sources.stores.remote import (
     AsyncRanges,
@@ -28,14 +31,20 @@ from megascale_lightning.sources.stores.remote import (
     RangeStream,
     check_size,
 )
-from megascale_lightning.sources.stores.retry import RetryPolicy, ShortReadError, is_transient, status_of
-from megascale_lightning.sources.stores.secrets import remember_secrets, resolve_options, strip_signature
+from megascale_lightning.sources.stores.retry import RetryPolicy, ShortReadError, is_refusal, is_transient, status_of
+from megascale_lightning.sources.stores.secrets import (
+    differing_parameters,
+    redact,
+    remember_secrets,
+    resolve_options,
+    strip_signature,
+)
 
 if TYPE_CHECKING:
     from megascale_lightning.sources.source import Source
     from megascale_lightning.sources.stores.diskcache import DiskCache
 
-__all__ = ["FileInfo", "Storage", "is_url"]
+__all__ = ["FileInfo", "Storage", "is_url", "is_web"]
 
 _T = TypeVar("_T")
 
@@ -60,11 +69,17 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
+def is_web(path: str) -> bool:
+    """Whether a web server has it, which lists no folders."""
+    return path.startswith(_HTTP)
+
+
 class Storage:
     """Opens the files of one source. Safe to call from several threads.
 
     Every stream reads again after an error that may pass, where it was; so readers need not. What it raises names
-    source and file, and no secret.
+    source and file, and no secret. It holds connections, shared by all in this process that use equal hosts and
+    options, until it is no longer referred to; it does not pickle.
 
     Args:
         options: `Source.storage_options`.
@@ -97,7 +112,8 @@ class Storage:
         self._lock = threading.Lock()
         self._resolved: dict[str, Any] | None = None
         self._adapted: Any = None
-        self._leases: dict[str, Lease] = {}
+        self._placed: str | None = None
+        self._leases: dict[tuple[str, str], Lease] = {}
         self._checked: set[str] = set()
         remember_secrets(self._options)
         # Connections end with the last storage that uses them: nobody has to remember to close them.
@@ -105,8 +121,12 @@ class Storage:
 
     @classmethod
     def of(cls, source: Source, *, cache: DiskCache | None = None) -> Storage:
-        """As a source declares it."""
-        signed = {strip_signature(url): url for url in _signed_urls(source.data)}
+        """As a source declares it.
+
+        Raises:
+            ConfigError: Two URLs are the same but for a parameter that is taken for a signature.
+        """
+        signed = _signed_urls(source.name, source.data)
         return cls(source.storage_options, source.filesystem, name=source.name, signed=signed, cache=cache)
 
     def __repr__(self) -> str:
@@ -122,6 +142,7 @@ class Storage:
         Raises:
             ConfigError: fsspec, or what it needs for this URL, is not installed; a variable that `storage_options` name
                 is not set.
+            DataError: Its store does not answer, or refuses.
         """
         if self.given is not None:
             with self._lock:
@@ -130,22 +151,34 @@ class Storage:
                     self._adapted = adapt_filesystem(self.given)
             return self._adapted, str(self._adapted._strip_protocol(path))
         url = self._signed.get(path, path)
-        protocol = url.split("://", 1)[0]
-        with self._lock:
-            lease = self._leases.get(protocol)
-            if lease is None:
-                lease = self._leases[protocol] = lease_filesystem(url, self._settled(url))
-        if "::" in url:
-            from fsspec.core import url_to_fs
+        fs = self._connect(path, url)
+        return fs, str(fs._strip_protocol(url))
 
-            return lease.fs, str(url_to_fs(url, **self._settled(url))[1])
-        return lease.fs, str(lease.fs._strip_protocol(url))
+    def _connect(self, path: str, url: str) -> Any:
+        key = (url.split("://", 1)[0], repr(url_settings(url)))
+
+        def lease() -> Lease:
+            with self._lock:
+                if key not in self._leases:
+                    self._leases[key] = lease_filesystem(url, self._settled(url))
+                return self._leases[key]
+
+        failed = ""
+        try:
+            return self.attempt_at(path, lease).fs  # some connect at once
+        except MegaScaleError:
+            raise
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+        # Outside of the handler: the error itself may hold credentials, and is not to travel along.
+        of_source = f"source {self.name!r}: " if self.name else ""
+        raise DataError(redact(f"{of_source}{strip_signature(path)} cannot be read: {failed}"))
 
     def outside(self, url: str, fs: Any, inside: str) -> str:
         """How a file is named in `FileInfo` that a listing of `url` calls `inside`."""
         if self.given is not None:
             return inside
-        return str(fs.unstrip_protocol(inside)) if "::" not in url else inside
+        return url_of(url, fs, inside)
 
     def open(self, info: FileInfo) -> BinaryIO:
         """Open for reading at byte 0; the caller closes it. A file of another size is refused now or at the first read.
@@ -159,14 +192,24 @@ class Storage:
         if not remote:
             self.check_unchanged(info)
         ranges = self.attempt(info, lambda: self._ranges(info))
+        place = "" if self._cache is None else self._place()
 
         def fetch(start: int, stop: int) -> bytes:
             if remote and self._cache is not None:
-                return self._cache.read(info, start, stop, lambda first, last: self._fetch(ranges, info, first, last))
+                return self._cache.read(
+                    info, start, stop, lambda first, last: self._fetch(ranges, info, first, last), place
+                )
             return self._fetch(ranges, info, start, stop)
 
         raw = RangeStream(fetch, info.size, ranges.ahead_bytes, ranges.close)
         return cast("BinaryIO", io.BufferedReader(raw, ranges.buffer_bytes))
+
+    def _place(self) -> str:
+        """Tells the cache one store from another where paths do not."""
+        if self._placed is None:
+            options = self._options if self._resolved is None else self._resolved
+            self._placed = place_of(options) if self.given is None else place_of(self.given)
+        return self._placed
 
     def check_unchanged(self, info: FileInfo) -> None:
         """Refuse a local file of another size than when the run began.
@@ -233,7 +276,7 @@ class Storage:
             where = f"source {self.name!r}: storage_options" if self.name else "storage_options"
             self._resolved = resolve_options(self._options, where)
             remember_secrets(self._resolved)
-        if url.startswith(_HTTP) and self._signed:
+        if is_web(url) and self._signed:
             return {"encoded": True, **self._resolved}  # requoting a signed URL would break its signature
         return self._resolved
 
@@ -241,7 +284,7 @@ class Storage:
         if not self.is_remote(info.path):
             return LocalRanges(info.path)
         fs, inside = self.filesystem(info.path)
-        if inside.startswith(_HTTP) and hasattr(fs, "set_session"):
+        if is_web(inside) and hasattr(fs, "set_session"):
             return HttpRanges(fs, inside, info.size, info.mtime_ns)
         if getattr(fs, "async_impl", False):
             return AsyncRanges(fs, inside, lambda: self._check_once(fs, inside, info))
@@ -266,23 +309,30 @@ class Storage:
         raise ConfigError("a Storage holds connections and does not travel: make it of the source where it is used")
 
 
-def _signed_urls(data: Any) -> list[str]:
-    if isinstance(data, (list, tuple)):
-        return [url for item in data if isinstance(item, (str, list, tuple)) for url in _signed_urls(item)]
-    if not isinstance(data, str) or strip_signature(data) == data:
-        return []
-    from megascale_lightning.sources.stores.files import expand_braces
+def _signed_urls(name: str, data: Any) -> dict[str, str]:
+    """URL without its signature -> the URL, of those that have one."""
+    from megascale_lightning.sources.stores.files import expand_braces, flat_paths
 
-    return expand_braces(data)
+    found: dict[str, str] = {}
+    for path in filter(is_url, flat_paths(data)):
+        for url in [path] if strip_signature(path) == path else expand_braces(path):
+            known = found.setdefault(strip_signature(url), url)
+            if known != url:
+                names = ", ".join(map(repr, differing_parameters(known, url)))
+                raise ConfigError(
+                    f"source {name!r}: its data name {strip_signature(url)} more than once, with other values of "
+                    f"{names}, which is taken for a part of a signature and does not tell files apart: name each file "
+                    "once, or tell files apart by their paths or another parameter"
+                )
+    return {stripped: url for stripped, url in found.items() if stripped != url}
 
 
 def _hint(error: BaseException) -> str:
-    status = next((status_of(cause) for cause in (error, error.__cause__) if cause and status_of(cause)), None)
-    if isinstance(error, PermissionError) or status in (401, 403) or "ACCESS_DENIED" in str(error):
+    if is_refusal(error):
         return ". The store refuses: give credentials by storage_options, filesystem= or env=(...)"
     return ""
 
 
-def _release(leases: dict[str, Lease]) -> None:
+def _release(leases: dict[tuple[str, str], Lease]) -> None:
     while leases:
         leases.popitem()[1].release()

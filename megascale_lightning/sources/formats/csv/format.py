@@ -9,19 +9,21 @@ import codecs
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from typing import Any, Final
 
 import numpy as np
 
 from megascale_lightning.errors import ConfigError, CorruptDataError
-from megascale_lightning.sources.formats import COMPRESSIONS, Listing, Resources, SourceFormat
+from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.formats.columnchecks import check_columns, needed_columns
 from megascale_lightning.sources.formats.csv.records import CsvRecord, CsvRecords, Dialect
-from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.formats.lines import pick_rows
+from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_options, is_count
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.stores.plaintext import SLICED_BYTES, Cursors, PlainFile
+from megascale_lightning.sources.stores.plaintext import COMPRESSIONS, SLICED_BYTES, Cursors, PlainFile
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 
 __all__ = ["FORMAT", "CsvFormat", "CsvReader"]
@@ -88,18 +90,14 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(item, str) for item in value)
 
 
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 _OPTIONS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "delimiter": ("one character", _is_char),
     "quote": ("one character, or None where quotes mean nothing", lambda value: value is None or _is_char(value)),
     "escape": ("one character, or None", lambda value: value is None or _is_char(value)),
-    "skip_initial_space": ("True or False", lambda value: isinstance(value, bool)),
+    "skip_initial_space": IS_BOOL,
     "comment": ("one character, or None", lambda value: value is None or (_is_char(value) and value.isascii())),
     "header": ("True, False, or a list of different names", _are_names),
-    "skip_rows": ("a whole number of at least 0", lambda value: _is_count(value, 0)),
+    "skip_rows": is_count(0),
     "encoding": ('the name of an encoding that has ASCII in it, such as "utf-8" or "latin-1"', _is_encoding),
     "null_values": ("a list of texts", _are_texts),
     "types": (
@@ -108,7 +106,7 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
             isinstance(value, Mapping) and all(isinstance(kind, str) and kind in _TYPES for kind in value.values())
         ),
     ),
-    "max_record_bytes": ("a whole number of at least 1", lambda value: _is_count(value, 1)),
+    "max_record_bytes": is_count(1),
 }
 
 
@@ -154,6 +152,7 @@ class _Layout:
             for suffix in COMPRESSIONS:
                 stem = stem.removesuffix(suffix)
             delimiter = "\t" if stem.endswith(".tsv") else ","
+        self._check_marks(delimiter)
         return Dialect(
             delimiter=delimiter,
             quote=self._quote,
@@ -163,6 +162,19 @@ class _Layout:
             encoding=self._encoding,
             max_record_bytes=self._max_record_bytes,
         )
+
+    def _check_marks(self, delimiter: str) -> None:
+        marks = {"delimiter": delimiter, "quote": self._quote, "escape": self._escape}
+        for (one, char), (other, second) in combinations(marks.items(), 2):
+            if char is not None and char == second:
+                raise ConfigError(
+                    f"source {self._name!r}: the options {one!r} and {other!r} are both {char!r}; give each a "
+                    "character of its own, or None for 'quote' or 'escape' where there is none"
+                )
+        if self._space and delimiter == " ":
+            raise ConfigError(
+                f"source {self._name!r}: skip_initial_space passes over spaces, and the delimiter is ' '; leave one out"
+            )
 
     def _names(self, records: CsvRecords, path: str) -> Sequence[str]:
         if not isinstance(self._header, bool):
@@ -233,7 +245,8 @@ class _Converter:
     def __init__(self, names: Sequence[str], columns: Sequence[str] | None, layout: _Layout) -> None:
         self._num_fields = len(names)
         self._nulls = layout.nulls
-        wanted = names if columns is None else columns
+        # A file without a header has no record either.
+        wanted = names if columns is None or not names else columns
         self._is_plain = not layout.nulls and not layout.types and list(wanted) == list(names)
         self._names = list(wanted)
         self._columns = [(names.index(name), name, layout.types.get(name, "str")) for name in wanted]
@@ -283,7 +296,7 @@ class CsvReader(SourceReader):
         """Records of one file; see `SourceReader.read`."""
         records = self._open(unit)
         try:
-            return self._block(unit, row_start, records, _until(records, row_start, row_stop))
+            return self._block(unit, row_start, records, pick_rows(records.records(), row_start, row_stop))
         finally:
             records.close()
 
@@ -333,14 +346,6 @@ class CsvReader(SourceReader):
     def close(self) -> None:
         """Close the files that are open between slices."""
         self._cursors.close()
-
-
-def _until(records: CsvRecords, row_start: int, row_stop: int) -> Iterator[CsvRecord]:
-    for row, found in enumerate(records.records()):
-        if row == row_stop:
-            return
-        if row >= row_start:
-            yield found
 
 
 FORMAT: Final = CsvFormat()

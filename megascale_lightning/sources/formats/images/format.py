@@ -15,12 +15,13 @@ import numpy as np
 from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.sources.formats import FORMATS, Listing, Resources, SourceFormat
 from megascale_lightning.sources.formats.images.captions import METADATA_NAMES, Captions, is_text, stem_of
-from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_options
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.stores.files import expand_braces, find_files
-from megascale_lightning.sources.stores.storage import FileInfo, Storage
+from megascale_lightning.sources.stores.files import expand_braces, find_files, flat_paths
+from megascale_lightning.sources.stores.secrets import without_secrets
+from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_web
 
 __all__ = ["FORMAT", "UNIT_BYTES", "UNIT_FILES", "ImagesFormat", "ImagesReader", "walk_files"]
 
@@ -51,7 +52,7 @@ class ImagesFormat(SourceFormat):
             beside.update({info.path: info for info in found if not _is_image(info.path)})
         if not images:
             raise ConfigError(
-                f"source {source.name!r}: there is no image in {source.data!r}; known: "
+                f"source {source.name!r}: there is no image in {without_secrets(source.data)!r}; known: "
                 f"{', '.join(FORMATS['images'].suffixes)}"
             )
         stems = {stem_of(path) for path in images}
@@ -101,19 +102,16 @@ class ImagesFormat(SourceFormat):
 
 
 def _check(source: Source) -> None:
-    check_options(source, "images", {"captions": ("True or False", lambda value: isinstance(value, bool))})
+    check_options(source, "images", {"captions": IS_BOOL})
 
 
 def _is_metadata(path: str) -> bool:
     return os.path.basename(path) in METADATA_NAMES
 
 
-def _items(data: Any) -> Iterator[str]:
-    if isinstance(data, (list, tuple)):
-        for item in data:
-            yield from _items(item)
-    else:
-        yield from expand_braces(os.fspath(data))
+def _items(source: Source) -> Iterator[str]:
+    for path in flat_paths(source.data, source.name):
+        yield from expand_braces(path)
 
 
 def _root(item: str, storage: Storage) -> str:
@@ -135,7 +133,7 @@ def _root(item: str, storage: Storage) -> str:
 
 def _listed(source: Source, storage: Storage) -> Iterator[tuple[str, list[FileInfo]]]:
     """(root, files) of every item of `data`: images, and what lies beside them."""
-    for item in _items(source.data):
+    for item in _items(source):
         root = _root(item, storage)
         is_folder = not glob.has_magic(item) and not _is_image(item)
         if not storage.is_remote(item):
@@ -144,7 +142,8 @@ def _listed(source: Source, storage: Storage) -> Iterator[tuple[str, list[FileIn
             yield root, list(walk_files(root, storage))
             continue
         named = [info for info in find_files(source.name, item, storage) if not _is_hidden(info.path[len(root) :])]
-        folders = dict.fromkeys(info.path.rpartition("/")[0] for info in named)
+        # A web server need not list folders, and what it says of one must not decide about the records.
+        folders = dict.fromkeys(info.path.rpartition("/")[0] for info in named if not is_web(info.path))
         found = {info.path: info for folder in folders for info in walk_files(folder, storage, is_deep=False)}
         beside = [info for path, info in found.items() if is_text(path) or _is_metadata(path)]
         yield root, [*named, *beside]
@@ -248,7 +247,7 @@ class ImagesReader(SourceReader):
             if self._beside is None:
                 files = self._manifest.files
                 images = [info for info in files if _is_image(info.path)]
-                roots = [_root(item, self._storage) for item in _items(self._source.data)]
+                roots = [_root(item, self._storage) for item in _items(self._source)]
                 self._beside = (Captions(self._source.name, files, images, self._storage), roots)
             return self._beside
 

@@ -15,7 +15,7 @@ from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.formats.folders import INDEX_NAME, find_indexes, find_local, find_named, read_index
 from megascale_lightning.sources.formats.litdata.chunks import Chunk, Layout, open_layout
 from megascale_lightning.sources.formats.litdata.items import ItemPlan, Packing, parse_plan
-from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_options
 from megascale_lightning.sources.formats.tokentables import token_lists
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader
@@ -26,7 +26,7 @@ from megascale_lightning.sources.stores.storage import FileInfo, Storage
 __all__ = ["FORMAT", "LitDataFormat", "LitDataReader"]
 
 _OPTIONS: Final = {
-    "allow_pickle": ("True or False", lambda value: isinstance(value, bool)),
+    "allow_pickle": IS_BOOL,
     "field": ("the name that an item which is no mapping gets", lambda value: isinstance(value, str) and value != ""),
     "block_size": (
         "a whole number of tokens of at least 1",
@@ -49,7 +49,7 @@ class LitDataFormat(SourceFormat):
     def list_units(self, source: Source, files: Sequence[FileInfo], storage: Storage) -> Listing:
         """See `SourceFormat`."""
         check_options(source, "litdata", _OPTIONS)
-        transforms = source.transform is not None or source.transform_batched is not None
+        transforms = source.is_transformed
         found = []
         for number, info in enumerate(files):
             if os.path.basename(info.path) == INDEX_NAME:

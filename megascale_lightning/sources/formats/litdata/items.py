@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megascale_lightning.errors import ConfigError, DataError
+from megascale_lightning.sources.formats.columnchecks import check_columns
 from megascale_lightning.sources.formats.litdata.chunks import Chunk
 from megascale_lightning.sources.formats.litdata.codecs import Decoder, known_formats, leaf_decoder, token_dtype
 from megascale_lightning.sources.formats.litdata.trees import Tree, parse_tree
@@ -63,12 +64,7 @@ class ItemPlan:
         Raises:
             ConfigError: As said.
         """
-        missing = [column for column in needed if column not in self.columns]
-        if missing:
-            raise ConfigError(
-                f"source {name!r}: {self.path} has no column {', '.join(map(repr, missing))}; its columns are "
-                f"{', '.join(self.columns)}. A `transform` can make the missing field from these"
-            )
+        check_columns(name, self.path, self.columns, needed)
 
     def check_size(self, name: str, info: FileInfo, chunk: Chunk) -> None:
         """Refuse a chunk that is cut short. The size of one that is compressed as a whole is not written down.

@@ -14,7 +14,7 @@ from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.formats.folders import INDEX_NAME, find_indexes, find_local, find_named, read_index
 from megascale_lightning.sources.formats.mds.shards import Shard, parse_shard
-from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_options
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader
 from megascale_lightning.sources.source import Source
@@ -24,7 +24,7 @@ from megascale_lightning.sources.stores.storage import FileInfo, Storage
 __all__ = ["FORMAT", "MdsFormat", "MdsReader"]
 
 _OPTIONS: Final = {
-    "allow_pickle": ("True or False", lambda value: isinstance(value, bool)),
+    "allow_pickle": IS_BOOL,
     "validate_hash": (
         "the name of a hash of hashlib that the shards have, such as 'sha1'",
         lambda value: value is None or value in hashlib.algorithms_available,
@@ -48,7 +48,7 @@ class MdsFormat(SourceFormat):
     def list_units(self, source: Source, files: Sequence[FileInfo], storage: Storage) -> Listing:
         """See `SourceFormat`."""
         check_options(source, "mds", _OPTIONS)
-        transforms = source.transform is not None or source.transform_batched is not None
+        transforms = source.is_transformed
         found = []
         shards: dict[str, Shard] = {}
         for number, info in enumerate(files):

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from megascale_lightning.errors import ConfigError, DataError
+from megascale_lightning.sources.formats.columnchecks import check_columns
 from megascale_lightning.sources.formats.mds.codecs import Decoder, column_decoder, known_encodings
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.storage import FileInfo
@@ -69,12 +70,7 @@ class Shard:
         Raises:
             ConfigError: As said.
         """
-        missing = [column for column in needed if column not in self.columns]
-        if missing:
-            raise ConfigError(
-                f"source {name!r}: {self.raw.name} has no column {', '.join(map(repr, missing))}; its columns are "
-                f"{', '.join(self.columns)}. A `transform` can make the missing field from these"
-            )
+        check_columns(name, self.raw.name, self.columns, needed)
 
     def stored_as(self, info: FileInfo) -> StoredFile:
         """Which of the shard's files this is."""
@@ -149,7 +145,13 @@ class Shard:
         if self.kind == "json":
             return lambda data: _guard(data, lambda: _json_object(data, wanted))
         if self.kind != "mds":
-            texts = [(name, _TEXTS[kind]) for name, kind in zip(self.columns, self.encodings, strict=True)]
+            for name, kind in zip(self.columns, self.encodings, strict=True):
+                if kind not in _TEXTS and name in wanted:
+                    raise ConfigError(
+                        f"source {source.name!r}: column {name!r} of {self.raw.name} is encoded as {kind!r}; known are "
+                        f"{', '.join(_TEXTS)}"
+                    )
+            texts = [(name, _TEXTS.get(kind, str)) for name, kind in zip(self.columns, self.encodings, strict=True)]
             return lambda data: _guard(data, lambda: _fields(data, texts, self.separator, wanted))
         plan = [
             (name, size, self._decoder(source, name, encoding) if name in wanted else None)

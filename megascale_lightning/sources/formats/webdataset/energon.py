@@ -105,7 +105,7 @@ def list_shards(source: Source, folders: Sequence[str], storage: Storage) -> tup
         if split is None:
             raise DataError(f"source {source.name!r}: {folder}/{META_FOLDER} has no {_SPLIT[0]}; prepare it again")
         metas += [info for info in files if info is not None]
-        paths = [f"{folder}/{name}" for name in _split(source, split, storage)]
+        paths = list(dict.fromkeys(f"{folder}/{name}" for name in _split(source, split, storage)))
         if storage.is_remote(folder):
             found: list[FileInfo | None] = [*find_files(source.name, paths, storage)] if paths else []
         else:

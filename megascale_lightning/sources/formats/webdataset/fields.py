@@ -5,21 +5,19 @@ from __future__ import annotations
 import io
 import json
 import re
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
-from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_options
 from megascale_lightning.sources.formats.webdataset.samples import Part, TarSample
 from megascale_lightning.sources.source import Source
 
 __all__ = ["SampleMaker", "check_tar_options"]
 
 _ALTERNATIVE: Final = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
-_DROPPED = (ValueError, EOFError, OSError, KeyError, RecursionError, zipfile.BadZipFile)
 
 
 def _load_array(content: bytes) -> Any:
@@ -61,14 +59,14 @@ def check_tar_options(source: Source) -> None:
         source,
         "webdataset",
         {
-            "decode": ("True or False", lambda value: isinstance(value, bool)),
+            "decode": IS_BOOL,
             "fields": (
                 'a mapping of names to extensions, such as {"image": "jpg;png", "text": "json[text]"}',
                 _is_fields,
             ),
             "interleaved": ('"report" or "merge"', lambda value: value in ("report", "merge")),
             "split": ("the name of a split", lambda value: isinstance(value, str)),
-            "url": ("True or False", lambda value: isinstance(value, bool)),
+            "url": IS_BOOL,
         },
     )
 
@@ -165,7 +163,7 @@ class SampleMaker:
         kind, decode = decoder
         try:
             return decode(content)
-        except _DROPPED as error:
+        except Exception as error:  # of damaged bytes: zlib.error, MemoryError, struct.error, ...
             what = f"member {part.member.name.decode('utf-8', 'replace')!r} at byte {part.member.start}"
             sample.fail(f"{what} is not {kind}: {error}", part.member.header + content)
             return None

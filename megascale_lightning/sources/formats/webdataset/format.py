@@ -23,7 +23,8 @@ from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.plaintext import SLICED_BYTES, Cursors, codec_of
-from megascale_lightning.sources.stores.storage import FileInfo, Storage
+from megascale_lightning.sources.stores.retry import is_refusal, is_transient
+from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_web
 
 __all__ = ["FORMAT", "WebDatasetFormat", "WebDatasetReader"]
 
@@ -104,15 +105,22 @@ def _indexed(source: Source, files: Sequence[FileInfo], storage: Storage) -> dic
 
 
 def _remote_sizes(parent: str, storage: Storage) -> Mapping[str, int]:
-    """Name -> size of what lies in a folder, by one request; nothing where the store cannot list."""
-    if parent.startswith(("http://", "https://")):
+    """Name -> size of what lies in a folder, by one request; nothing where the store lists no folders, ever."""
+    if is_web(parent):
         return {}
     fs, inside = storage.filesystem(parent)
-    try:
-        entries = storage.attempt_at(parent, lambda: fs.ls(inside, detail=True))
-    except (DataError, NotImplementedError) as error:
-        logger.info("%s cannot be listed, so that no index is looked for beside its shards: %s", parent, error)
-        return {}
+
+    def look() -> list[Any]:
+        try:
+            return list(fs.ls(inside, detail=True))
+        except (OSError, NotImplementedError) as error:
+            lasts = isinstance(error, (FileNotFoundError, NotImplementedError)) or is_refusal(error)
+            if is_transient(error) or not lasts:
+                raise  # the units would depend on a network that fails
+            logger.info("%s cannot be listed, so that no index is looked for beside its shards: %s", parent, error)
+            return []
+
+    entries = storage.attempt_at(parent, look)
     return {os.path.basename(entry["name"]): int(entry.get("size") or 0) for entry in entries}
 
 
@@ -166,7 +174,8 @@ class _Walker:
         sample = self._samples.take(load)
         if sample.key in self._excluded:
             return None
-        self._memory.can_restart = not self._walk.has_globals
+        if self._walk.has_globals:  # for good: another walk may not have come to them yet
+            self._memory.can_restart = False
         self._memory.note(self.row, sample.start)
         self.row += 1
         return sample

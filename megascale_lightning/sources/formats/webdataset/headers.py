@@ -29,6 +29,8 @@ PAX: Final = (b"x", b"X")
 _FILES: Final = (b"0", b"\0", b"7")
 _WITHOUT_CONTENT: Final = (b"1", b"2", b"3", b"4", b"5", b"6")
 _GNU_MAGIC: Final = b"ustar "
+_MAX_DIGITS: Final = 18
+"""Of a number in PAX records; Python itself refuses some thousands."""
 
 
 class Header(NamedTuple):
@@ -85,9 +87,11 @@ def parse_pax(data: bytes) -> dict[bytes, bytes] | None:
     found = {}
     while data and data[:1] != b"\0":
         digits, space, _ = data.partition(b" ")
-        length = int(digits) if space and digits.isdigit() else 0
+        length = int(digits) if space and digits.isdigit() and len(digits) <= _MAX_DIGITS else 0
         key, equals, value = data[len(digits) + 1 : length - 1].partition(b"=")
         if not equals or length > len(data) or data[length - 1 : length] != b"\n":
+            return None
+        if key == b"size" and len(value) > _MAX_DIGITS:
             return None
         found[key] = value
         data = data[length:]

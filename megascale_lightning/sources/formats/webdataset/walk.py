@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
+from megascale_lightning.errors import DataError
 from megascale_lightning.sources.formats.webdataset.headers import (
     BLOCK,
     GLOBAL,
@@ -65,12 +66,12 @@ class TarStream:
         position: Plain byte to begin at.
 
     Raises:
-        DataError: The file has another size than when the run began.
-        OSError: It cannot be opened or read.
+        DataError: It cannot be opened or read, or has another size than when the run began.
     """
 
     def __init__(self, storage: Storage, info: FileInfo, position: int = 0) -> None:
         self._info = info
+        self._name = storage.name
         self._read_through = _READ_THROUGH if storage.is_remote(info.path) else 0
         self._ahead = b""
         self._plain: PlainFile | None = None
@@ -143,7 +144,10 @@ class TarStream:
         while size > 0:
             data = self._file.read(size)
             if not data:
-                raise OSError(f"{self._info.path} gave {at} of its {self._info.size} bytes")
+                raise DataError(
+                    f"source {self._name!r}: {self._info.path} gave {at} of its {self._info.size} bytes: it changed, "
+                    "or the store cut the answer short"
+                )
             found.append(data)
             at += len(data)
             size -= len(data)
