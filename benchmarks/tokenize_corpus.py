@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import pyarrow as pa
@@ -63,22 +64,26 @@ def write_corpus(root: Path, characters: int) -> None:
 
 def _documents(characters: int) -> Iterator[tuple[str, str]]:
     """Name and text: files cut at line ends, over and over until there is enough."""
-    left = characters
     paths = [path for path in sorted(Path(os.__file__).parent.rglob("*.py")) if "site-packages" not in path.parts]
-    for path in paths:
-        lines, size = [], 0
-        for line in path.read_text("utf-8", errors="replace").splitlines(keepends=True):
-            lines.append(line)
-            size += len(line)
-            if size >= DOCUMENT_CHARACTERS:
-                yield path.name, "".join(lines)
-                left -= size
-                lines, size = [], 0
+    left = characters
+    for path in cycle(paths):
+        for text in _cut(path.read_text("utf-8", errors="replace")):
+            yield path.name, text
+            left -= len(text)
             if left <= 0:
                 return
-        if lines:
-            yield path.name, "".join(lines)
-            left -= size
+
+
+def _cut(text: str) -> Iterator[str]:
+    lines, size = [], 0
+    for line in text.splitlines(keepends=True):
+        lines.append(line)
+        size += len(line)
+        if size >= DOCUMENT_CHARACTERS:
+            yield "".join(lines)
+            lines, size = [], 0
+    if lines:
+        yield "".join(lines)
 
 
 def _train(root: Path, texts: list[str]) -> None:

@@ -106,8 +106,8 @@ def our_batches(root: Path, kind: str, threads: int) -> Iterator[dict[str, Any]]
         global_batch_size=ROWS * MICROBATCHES,
         num_loaders=1,
         # Small parts, for a corpus that is small: in a large one they are 64 MB.
-        part_bytes=1 << 20,
-        window_units=4,
+        part_bytes=8 << 20,
+        window_units=8,
         plan_window=4,
     )
     with MegaScaleLoader(config) as loader:

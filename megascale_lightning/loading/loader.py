@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ class SourceLoader:
         self._store = PartStore(buffer_bytes)
         self._counts = {"described": 0, "made": 0, "taken_pieces": 0, "taken_tokens": 0}
         self._lock = threading.Lock()
+        self._inline = threading.Lock()
 
     def describe(self, key: PartKey) -> MetaBlock:
         """Metadata of a part; its payload is held from now on, as far as the buffer goes.
@@ -126,9 +128,13 @@ class SourceLoader:
         if maker is None:
             raise IndexError(f"no source {key.source} in stream {key.stream!r}")
 
+        # Code of the user that asked for no threads never runs on two of them at a time.
+        alone: AbstractContextManager[Any] = self._inline if maker.source.executor == "inline" else nullcontext()
+
         def make() -> Part:
             self._count(made=1)
-            return maker.make(key)
+            with alone:
+                return maker.make(key)
 
         return self._store.get_or_make(key, make)
 
