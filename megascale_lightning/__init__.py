@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     from megascale_lightning.client.info import BatchInfo, model_inputs
     from megascale_lightning.client.loader import MegaScaleLoader
     from megascale_lightning.client.loss import reduce_loss
-    from megascale_lightning.integrations.lightning import MegaScaleDataModule, MegaScaleStateCallback, MixtureCallback
+    from megascale_lightning.integrations.lightning import (
+        LossFeedback,
+        MegaScaleDataModule,
+        MegaScaleStateCallback,
+        MixtureCallback,
+    )
     from megascale_lightning.places.tree import ClientPlaceTree
     from megascale_lightning.planning.costs import AttentionCost, TokenCost
     from megascale_lightning.planning.strategies import Balanced, RoundRobin
@@ -51,6 +56,7 @@ __all__ = [
     "EmptySourceError",
     "ForkError",
     "LoaderConfig",
+    "LossFeedback",
     "MegaScaleDataModule",
     "MegaScaleError",
     "MegaScaleLoader",
@@ -81,6 +87,7 @@ _LAZY: Final = MappingProxyType(
         "Balanced": "planning.strategies",
         "BatchInfo": "client.info",
         "ClientPlaceTree": "places.tree",
+        "LossFeedback": "integrations.lightning",
         "MegaScaleDataModule": "integrations.lightning",
         "MegaScaleLoader": "client.loader",
         "MegaScaleStateCallback": "integrations.lightning",

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, Union
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.mixtures import (
+    Mixture,
+    WeightSchedule,
+    schedule_problems,
+    settle_points,
+    stop_problems,
+    weight_problems,
+)
 from megascale_lightning.rows import Rows, positive
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.secrets import redact, without_secrets
@@ -31,27 +38,6 @@ else:
 """A list of `Source`, or a mapping by name of these or of their keywords (as a YAML file has them)."""
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Shares of the sources in the training stream.
-
-    Raises:
-        ConfigError: The unit is unknown.
-    """
-
-    weights: Mapping[str, float] | None = None
-    """By source name, not normalised; None: the sources' own."""
-    _: KW_ONLY
-    unit: Literal["samples", "tokens"] = "samples"
-    """What the weights are shares of."""
-
-    def __post_init__(self) -> None:
-        if self.unit not in ("samples", "tokens"):
-            raise ConfigError(f"Mixture: unit must be 'samples' or 'tokens', not {self.unit!r}")
-        if self.weights is not None and not isinstance(self.weights, Mapping):
-            raise ConfigError(f"Mixture: weights must be a mapping by source name, not {type(self.weights).__name__}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
     """All settings of a loader, the same keywords as `MegaScaleDataModule`.
@@ -67,10 +53,11 @@ class LoaderConfig:
     global_batch_size: int | None = None
     """Rows of one optimizer step: micro_batch_size x data-parallel size x accumulation. None: taken from the trainer at
     the first start, and kept in the state."""
-    mixture: Mixture | Mapping[str, float] | None = None
-    """Weights by source name, in place of the sources' own; a `Mixture` also says what they are shares of."""
+    mixture: Mixture | Mapping[str, Any] | None = None
+    """Weights by source name, in place of the sources' own; a `Mixture`, or the mapping of its settings, also says what
+    they are shares of, how they change by the step, and what ends the stream."""
     weights: Mapping[str, float] | None = None
-    """Single weights by source name, over those of `sources` and `mixture`; the others stay."""
+    """Single weights by source name, over those of `sources` and `mixture`, at every step; the others stay."""
     strategy: Any = None
     """How rows are placed: `Balanced()` (default) or `RoundRobin()`."""
     seed: int = 0
@@ -126,8 +113,7 @@ class LoaderConfig:
         object.__setattr__(self, "sources", _settle_sources("sources", self.sources))
         for kind in EVAL_KINDS:
             object.__setattr__(self, f"{kind}_sources", _settle_eval_sources(kind, getattr(self, f"{kind}_sources")))
-        if not isinstance(self.mixture, Mixture):
-            object.__setattr__(self, "mixture", Mixture(self.mixture))
+        object.__setattr__(self, "mixture", Mixture.of(self.mixture))
         found = list(_number_problems(self))
         for name, choices in (("runtime", ("ray", "local")), ("last_step", ("fill", "drop"))):
             if getattr(self, name) not in choices:
@@ -173,12 +159,27 @@ class LoaderConfig:
         return self.mixture
 
     def weights_of(self, stream: str) -> dict[str, float]:
-        """Source name -> weight in the stream, not normalised."""
+        """Source name -> weight in the stream at its first step, not normalised."""
+        return self.weight_points(stream)[0][1]
+
+    def weight_points(self, stream: str) -> list[tuple[int, dict[str, float]]]:
+        """(step, source name -> weight from it on) of the stream's schedule; one point where there is none."""
         own = {source.name: float(source.weight) for source in self.streams()[stream]}
-        if stream == "train":
-            over = {**(self.shares.weights or {}), **(self.weights or {})}
-            own = {name: float(over.get(name, weight)) for name, weight in own.items()}
-        return own
+        return settle_points(self.shares, own, self.weights or {}) if stream == "train" else [(0, own)]
+
+    def schedule_of(self, stream: str) -> WeightSchedule | None:
+        """The schedule of the stream's weights, in the order of its sources; None: they are fixed."""
+        if stream != "train" or not self.shares.points:
+            return None
+        points = self.weight_points(stream)
+        names = [source.name for source in self.streams()[stream]]
+        weights = tuple(tuple(by_name[name] for name in names) for _, by_name in points)
+        return WeightSchedule(tuple(step for step, _ in points), weights, self.shares.interpolate)
+
+    def drawn(self, stream: str) -> list[Source]:
+        """The sources of a stream that have a weight above 0 at some step."""
+        points = self.weight_points(stream)
+        return [source for source in self.streams()[stream] if any(by_name[source.name] > 0 for _, by_name in points)]
 
     def _rows_problems(self) -> list[str]:
         given: dict[str, Any] = {"rows": self.rows}
@@ -208,8 +209,15 @@ class LoaderConfig:
             found.append(f"weights names {sorted(set(self.weights or {}) - names)}; the sources are {sorted(names)}")
         for given, values in (("mixture", whole), ("weights", self.weights)):
             found += weight_problems(given, values or {})
+        if found:
+            return found
+        own = {source.name: source.weight for source in self.streams()["train"]}
+        found += schedule_problems(self.shares, own, self.weights or {})
         if not found and not any(weight > 0 for weight in self.weights_of("train").values()):
             found.append("stream 'train': at least one source needs a weight above 0")
+        if not found:
+            epochs = {source.name: source.epochs for source in self.streams()["train"]}
+            found += stop_problems(self.shares, epochs, [source.name for source in self.drawn("train")])
         return found
 
 
@@ -218,16 +226,6 @@ def _folder_problems(config: LoaderConfig) -> list[str]:
     if folder is None or (isinstance(folder, (str, os.PathLike)) and str(folder) and "://" not in str(folder)):
         return []
     return [f"quarantine_dir must be a folder on a disk of the loaders' machines, not {folder!r}"]
-
-
-def weight_problems(given: str, weights: Mapping[str, Any]) -> list[str]:
-    """What is wrong with weights by name."""
-    bad = {name: w for name, w in weights.items() if not _is_weight(w)}
-    return [f"{given}: weights must be finite numbers of at least 0, not {bad}"] if bad else []
-
-
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 def _number_problems(config: LoaderConfig) -> list[str]:

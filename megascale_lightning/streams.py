@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megascale_lightning.mixtures import WeightSchedule
 from megascale_lightning.rows import Rows
+from megascale_lightning.types import FloatArray, LoaderState
 
 __all__ = ["SourceSpec", "StreamSpec"]
 
@@ -25,6 +28,8 @@ class SourceSpec:
     """As in `Source`."""
     quarantine: str = ""
     """The file that lists its bad records, if there is one."""
+    num_records: int | None = None
+    """Records of one epoch, where what a stop rule leaves is to be counted and they are known beforehand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +58,44 @@ class StreamSpec:
     """Every source with a weight is given once per pass, and a pass ends with a step of its own; there is no end."""
     mixture_lead_steps: int = 32
     """No step is planned so many steps or more ahead of the lowest consumed one, so that a change can take effect."""
+    schedule: WeightSchedule | None = None
+    """Weights by the step; None: they are fixed, but for `set_mixture`."""
+    stop: str | tuple[str, ...] = "all"
+    """What ends the stream, as in `Mixture`."""
+
+    def weights_at(self, step: int, state: LoaderState, changes: Mapping[int, FloatArray]) -> FloatArray:
+        """float64 [num_sources]: the weights that govern the draws of a step.
+
+        Args:
+            step: The step that follows `state`, or one behind it.
+            state: Where the stream stands.
+            changes: Weights by the first step that they govern; what lies behind `state` is not looked at.
+        """
+        first = max((at for at in changes if state.step <= at <= step), default=None)
+        if first is not None:
+            return changes[first]
+        if self.schedule is None or state.replaced:
+            weights: FloatArray = state.sources["weight"]
+            return weights
+        return self.schedule.at(step)
+
+    def stops(self, exhausted: Collection[int]) -> bool:
+        """Whether nothing more is drawn once these sources have nothing left."""
+        if self.stop == "all":
+            return False
+        ended = {self.sources[index].name for index in exhausted}
+        return bool(ended) if self.stop == "first" else ended.issuperset(self.stop)
+
+    def left_over(self, state: LoaderState) -> dict[int, int]:
+        """Source -> records of its epochs that a stop rule leaves unread, where they are known."""
+        found = {}
+        for index, source in enumerate(self.sources):
+            if source.num_records is None or source.epochs is None or self.stop == "all":
+                continue
+            passed = state.checked[index][0] if state.checked else 0
+            whole = max(source.epochs - int(state.sources["epoch"][index]), 0)
+            # A source that began anew counts from there: what is left lies in the epochs that are.
+            left = min(max(source.epochs * source.num_records - passed, 0), whole * source.num_records)
+            if left:
+                found[index] = left
+        return found

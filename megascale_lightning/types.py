@@ -175,6 +175,8 @@ class LoaderState:
     checked: tuple[tuple[int, int], ...] = ()
     """Per source with a `max_bad_fraction`: records passed since it was set, and the bad ones among them; (0, 0) for
     others. Empty: nothing was counted yet."""
+    replaced: bool = False
+    """A change of the mixture took the place of the declared weights, and of their schedule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ LAYERS = (
     {"errors", "version"},
     {"types"},
     {"places", "sources", "rows"},
-    {"config", "streams"},
+    {"config", "mixtures", "streams"},
     {"planning", "loading", "constructing", "scaling", "checkpointing"},
     {"runtime"},
     {"client"},

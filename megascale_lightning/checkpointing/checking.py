@@ -85,6 +85,8 @@ def _mixture_problems(mixture: Mapping[str, Any], num_sources: int) -> Iterator[
     yield from _weight_problems(mixture.get("weights"), "mixture.weights", num_sources)
     if mixture.get("declared") is not None:
         yield from _weight_problems(mixture["declared"], "mixture.declared", num_sources)
+    if not isinstance(mixture.get("replaced"), bool):
+        yield _said(mixture, "replaced", "mixture.replaced", "true or false")
     changes = mixture.get("changes")
     if not isinstance(changes, Sequence) or isinstance(changes, str):
         yield _said(mixture, "changes", "mixture.changes", "a list")

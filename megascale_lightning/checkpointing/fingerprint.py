@@ -27,7 +27,7 @@ SOURCE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
 )
 """Settings of a source that the order depends on; one that has this value is not in the table."""
 
-_FREE: Final = ("mixture.",)
+_FREE: Final = ("mixture.", "mixture_schedule")
 """Settings that may change between two runs: they govern what is drawn from then on."""
 
 _POSITIONS: Final = (
@@ -54,6 +54,7 @@ _CONSEQUENCES: Final = {
     "rows.pack_ahead": "rows are packed differently from here on",
     "sources": "the source may give other samples: it begins its epoch anew",
     "mixture_unit": "shares are counted differently",
+    "mixture_stop": "the end of the stream differs",
     "last_step": "the end of the stream differs",
     "passes": "epochs end at other steps from here on",
 }
@@ -84,6 +85,11 @@ def order_fingerprint(config: LoaderConfig, *, stream: str, global_batch_size: i
         table |= {"rows.seq_len": rows.seq_len, "rows.pack_ahead": rows.pack_ahead}
     elif isinstance(rows, PaddedRows):
         table["rows.max_len"] = rows.max_len
+    schedule = config.schedule_of(stream)
+    if schedule is not None:
+        table["mixture_schedule"] = {"interpolate": schedule.interpolate, "points": _points(config, stream)}
+    if stream == "train" and config.shares.stop != "all":
+        table["mixture_stop"] = config.shares.stop if isinstance(config.shares.stop, str) else [*config.shares.stop]
     for source in config.streams()[stream]:
         for field, default in SOURCE_DEFAULTS.items():
             value = getattr(source, field)
@@ -109,6 +115,8 @@ def full_table(saved: Mapping[str, Any], weights: Mapping[str, float], names: Co
         for name, value in saved["fingerprint"].items()
         if not name.startswith("sources.") or name.partition(".")[2].rpartition(".")[0] in names
     }
+    if "mixture_schedule" in table:
+        table["mixture_schedule"] = _of_sources(table["mixture_schedule"], names)
     for name in names:
         table[f"mixture.{name}"] = weights[name]
         content, _, modified = saved["files"][name].partition("-")
@@ -175,11 +183,29 @@ def restarted_sources(changed: Sequence[str], sources: Sequence[str]) -> list[st
     return [source for source in sources if own & {f"files.{source}", f"sources.{source}"}]
 
 
+def _points(config: LoaderConfig, stream: str) -> list[list[Any]]:
+    """[step, weights that differ from those before it] of a schedule."""
+    found: list[list[Any]] = []
+    before: dict[str, float] = {}
+    for step, weights in config.weight_points(stream):
+        found.append([step, {name: weights[name] for name in sorted(weights) if before.get(name) != weights[name]}])
+        before = weights
+    return found
+
+
+def _of_sources(schedule: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A schedule without the weights of sources that only one of two runs has."""
+    points = [[step, {name: w for name, w in weights.items() if name in names}] for step, weights in schedule["points"]]
+    return {**schedule, "points": points}
+
+
 def _covers(given: str, name: str) -> bool:
     return name == given or name.startswith(given + ".")
 
 
 def _value(table: Mapping[str, Any], name: str) -> Any:
+    if name == "mixture_stop":
+        return table.get(name, "all")
     return table.get(name, SOURCE_DEFAULTS.get(name.rsplit(".", 1)[-1]) if name.startswith("sources.") else None)
 
 

@@ -14,7 +14,7 @@ from megascale_lightning.types import PIECE
 
 __all__ = ["STATE_VERSION", "migrate"]
 
-STATE_VERSION: Final = 2
+STATE_VERSION: Final = 3
 """Version of the layout that `state.to_json` writes."""
 
 
@@ -67,4 +67,9 @@ def _from_1(saved: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_MIGRATIONS: Final[Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]] = {1: _from_1}
+def _from_2(saved: dict[str, Any]) -> dict[str, Any]:
+    """Version 2 had no schedules, so that nothing could take the place of one."""
+    return {**saved, "version": 3, "mixture": {**saved["mixture"], "replaced": False}}
+
+
+_MIGRATIONS: Final[Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]] = {1: _from_1, 2: _from_2}

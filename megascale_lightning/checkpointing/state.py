@@ -65,6 +65,7 @@ def to_json(state: LoaderState, names: Sequence[str]) -> dict[str, Any]:
         "mixture": {
             "weights": pack_weights(state.sources["weight"], names),
             "changes": [[change.step, pack_weights(change.weights, names)] for change in state.changes],
+            "replaced": state.replaced,
         },
         "certificate": state.certificate.hex(),
     }
@@ -108,6 +109,7 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str], *, sources_may_dif
                 MixtureChange(int(step), _weights_of(unpack_array(packed, np.float64), known, names))
                 for step, packed in saved["mixture"]["changes"]
             ),
+            replaced=saved["mixture"]["replaced"],
         )
     except StateError:
         raise

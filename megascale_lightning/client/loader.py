@@ -195,10 +195,11 @@ class MegaScaleLoader:
     def set_mixture(self, weights: Mapping[str, float], at_step: int | None = None) -> int | None:
         """Draw with other weights from a step on. Acts on rank 0; on the others it does nothing.
 
-        The change is in the state from now on, and takes effect at its step whatever happens in between.
+        The change is in the state from now on, and takes effect at its step whatever happens in between. From that
+        step on it also takes the place of a schedule of the mixture, to the end or the next change.
 
         Args:
-            weights: By source name, not normalised; a source that is not named keeps what it has by then.
+            weights: By source name, not normalised; a source that is not named keeps what it would have at that step.
             at_step: The first step whose draws they govern; None: `mixture_lead_steps` after the consumed ones.
 
         Returns:
@@ -220,8 +221,7 @@ class MegaScaleLoader:
                 "step, or none"
             )
         step = first if at_step is None else at_step
-        names = [source.name for source in self._spec.sources]
-        self._pending.add(step, merged_weights(names, weights, self._position(), step))
+        self._pending.add(step, merged_weights(self._spec, weights, self._position(), step))
         state = self._position()
         if self._reader is not None:
             self._reader.consumed(state)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-
-from megascale_lightning.config import weight_problems
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.mixtures import weight_problems
+from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import FloatArray, LoaderState, MixtureChange
 
 __all__ = ["PendingChanges", "merged_weights"]
@@ -47,12 +46,13 @@ class PendingChanges:
         return replace(state, changes=tuple(MixtureChange(step, found[step]) for step in steps))
 
 
-def merged_weights(names: Sequence[str], given: Mapping[str, float], state: LoaderState, step: int) -> FloatArray:
-    """Weights of all sources from a step on, float64 [num_sources]: those given over those in force until then.
+def merged_weights(spec: StreamSpec, given: Mapping[str, float], state: LoaderState, step: int) -> FloatArray:
+    """Weights of all sources from a step on, float64 [num_sources]: those given over those in force without them.
 
     Raises:
         ConfigError: A weight is none, a source is unknown, or nothing is left to draw from.
     """
+    names = [source.name for source in spec.sources]
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"set_mixture takes weights by source name, such as {{{names[0]!r}: 0.5}}, not {given!r}; the sources are "
@@ -64,8 +64,7 @@ def merged_weights(names: Sequence[str], given: Mapping[str, float], state: Load
         found.append(f"set_mixture: there are no sources {unknown}; the sources are {sorted(names)}")
     if found:
         raise ConfigError("; ".join(found))
-    before = [change.weights for change in state.changes if change.step <= step]
-    weights = (before[-1] if before else state.sources["weight"]).astype(np.float64)
+    weights = spec.weights_at(step, state, {change.step: change.weights for change in state.changes}).copy()
     for index, name in enumerate(names):
         weights[index] = given.get(name, weights[index])
     if not (weights > 0).any():

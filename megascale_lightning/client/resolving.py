@@ -136,12 +136,14 @@ def resolve_streams(
     """Settle every surveyed stream against the trainer's places and accumulation.
 
     Raises:
-        ConfigError: `global_batch_size` does not fit them, or the strategy is none.
+        ConfigError: `global_batch_size` does not fit them, the strategy is none, or the mixture does not go in passes.
     """
     strategy = config.strategy if config.strategy is not None else Balanced()
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy must be Balanced(), RoundRobin() or alike, not {strategy!r}")
     total, num_microbatches = _resolve_step(config, tree, accumulate)
+    if passes:
+        _check_passes(config)
     found = {}
     for stream, windows in surveyed.windows.items():
         training = stream == "train"
@@ -150,7 +152,7 @@ def resolve_streams(
         window, ahead = _choose_reach(config, rows_per_step * _row_slots(rows))
         found[stream] = StreamSpec(
             name=stream,
-            sources=_source_specs(config, stream, windows),
+            sources=_source_specs(config, stream, windows, surveyed.records[stream]),
             rows=rows,
             rows_per_step=rows_per_step,
             num_groups=tree.num_groups,
@@ -163,8 +165,35 @@ def resolve_streams(
             plan_window=window,
             passes=passes and training,
             mixture_lead_steps=config.mixture_lead_steps,
+            schedule=config.schedule_of(stream),
+            stop=_stop(config) if training else "all",
         )
     return found
+
+
+def _check_passes(config: LoaderConfig) -> None:
+    """A pass gives every source once, so that nothing may come, go, or end it earlier."""
+    if not config.sources:
+        return
+    if config.shares.stop != "all":
+        raise ConfigError(
+            f"mixture: stop={_stop(config)!r} ends the stream before every source has given its epochs, and in passes "
+            "each trainer epoch gives every source once: leave stop out, or set Trainer(max_epochs=-1) with epochs= of "
+            "the sources"
+        )
+    schedule = config.schedule_of("train")
+    joining = [] if schedule is None else [config.streams()["train"][index].name for index in schedule.joining]
+    if joining:
+        raise ConfigError(
+            f"mixture: the schedule has sources {joining} join or leave, and in passes each trainer epoch gives every "
+            "source once: give them weights above 0 throughout, or set a number of steps (Trainer(max_steps=...), "
+            "steps_per_epoch=...) in place of max_epochs"
+        )
+
+
+def _stop(config: LoaderConfig) -> str | tuple[str, ...]:
+    stop = config.shares.stop
+    return stop if isinstance(stop, str) else tuple(stop)
 
 
 def _resolve_step(config: LoaderConfig, tree: ClientPlaceTree, accumulate: int | None) -> tuple[int, int]:
@@ -271,8 +300,11 @@ def _environment(config: LoaderConfig, streams: Mapping[str, Sequence[Source]]) 
     return found
 
 
-def _source_specs(config: LoaderConfig, stream: str, windows: Mapping[str, int]) -> tuple[SourceSpec, ...]:
+def _source_specs(
+    config: LoaderConfig, stream: str, windows: Mapping[str, int], records: Mapping[str, int]
+) -> tuple[SourceSpec, ...]:
     weights = config.weights_of(stream)
+    counts_rest = stream == "train" and config.shares.stop != "all"
     specs = tuple(
         SourceSpec(
             name=source.name,
@@ -281,6 +313,7 @@ def _source_specs(config: LoaderConfig, stream: str, windows: Mapping[str, int])
             epochs=source.epochs,
             max_bad_fraction=source.max_bad_fraction,
             quarantine=place.path if (place := _quarantine(config, stream, source)) else "",
+            num_records=records[source.name] if counts_rest and source.epochs and records[source.name] >= 0 else None,
         )
         for source in config.streams()[stream]
     )

@@ -114,15 +114,15 @@ class SavedStates:
         ours = self.to_json(stream, initial_state(self._specs[stream]))
         common = [name for name in names if name in saved["sources"]]
         try:
-            changed = check_fingerprint(
-                _table(saved, common), _table(ours, common), force=force, notes=self._notes(lists)
-            )
-        except (KeyError, AttributeError) as error:
+            old, new = _table(saved, common), _table(ours, common)
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
             raise StateError(f"the loader state is incomplete or damaged: {type(error).__name__}: {error}") from error
+        changed = check_fingerprint(old, new, force=force, notes=self._notes(lists))
         said = (stream, saved["certificate"], *changed)
         if changed and said not in self._said:  # a trainer hands the same state in twice
             self._said.add(said)
-            logger.warning("the checkpoint was written with other settings: %s; going on", ", ".join(changed))
+            shown = ", ".join(_shown(name, old, new) for name in changed)
+            logger.warning("the checkpoint was written with other settings: %s; going on", shown)
         state = self._with_weights(stream, state, set(names) - set(common), changed)
         if "passes" in changed:
             state = replace(state, passes=int(state.sources["epoch"].min(initial=0)))
@@ -148,12 +148,13 @@ class SavedStates:
         self, stream: str, state: LoaderState, added: Collection[str], changed: Collection[str]
     ) -> LoaderState:
         """The state with the config's weights where they were edited since, and with those of new sources."""
-        declared = initial_state(self._specs[stream]).sources["weight"]
+        spec = self._specs[stream]
+        declared = spec.weights_at(state.step, replace(initial_state(spec), step=state.step), {})
         sources = state.sources.copy()
-        if any(name.startswith("mixture.") for name in changed):
+        if any(name.startswith("mixture.") or name == "mixture_schedule" for name in changed):
             # What was changed by hand since counts for more than what was to come in the run before.
             sources["weight"] = declared
-            return replace(state, sources=sources, changes=())
+            return replace(state, sources=sources, changes=(), replaced=False)
         for index, source in enumerate(self._specs[stream].sources):
             if source.name in added:
                 sources["weight"][index] = declared[index]
@@ -165,3 +166,10 @@ class SavedStates:
 def _table(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     declared = "weights" if saved["mixture"]["declared"] is None else "declared"
     return full_table(saved, weights_by_name(saved, declared), names)
+
+
+def _shown(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """A setting that may differ; of the mixture, what is recorded is shown as old | new."""
+    if not name.startswith("mixture"):
+        return name
+    return f"{name} ({old.get(name)!r} | {new.get(name)!r})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -13,7 +12,10 @@ __all__ = ["Block", "BlockStore", "NeedBlocks"]
 
 
 class NeedBlocks(Exception):
-    """A step cannot be planned before these parts are described. Never leaves the planner."""
+    """A step cannot be planned before the first of these parts is described; the others will be wanted soon.
+
+    Never leaves the planner.
+    """
 
     def __init__(self, keys: Iterable[PartKey]) -> None:
         self.keys = tuple(keys)
@@ -25,10 +27,10 @@ class Block:
 
     Attributes:
         pieces: PIECE [kept entries].
-        lengths: Their tokens, as Python ints (a draw reads one of them at a time).
-        ends: Per kept entry the number of entries of the part that are done with once it is taken, as Python ints.
-        samples: Where the samples begin: kept entry index of each, and one past the last; None where every entry is
-            a sample of its own.
+        lengths: int32 [kept entries]: their tokens.
+        ends: int64 [kept entries]: entries of the part that are done with once it is taken.
+        samples: int64 [samples + 1]: kept entry index at which each sample begins, and one past the last; None where
+            every entry is a sample of its own.
     """
 
     __slots__ = (
@@ -50,10 +52,10 @@ class Block:
         self.size = len(meta.pieces)
         self.last_in_window = meta.last_in_window
         self.pieces: IntArray = meta.pieces[kept]
-        self.lengths: list[int] = self.pieces["length"].tolist()
-        self.ends: list[int] = (kept + 1).tolist()
+        self.lengths: IntArray = np.ascontiguousarray(self.pieces["length"])
+        self.ends: IntArray = kept + 1
         first = meta.first[kept]
-        self.samples = None if first.all() else [*np.flatnonzero(first).tolist(), len(kept)]
+        self.samples: IntArray | None = None if first.all() else np.append(np.flatnonzero(first), len(kept))
         counted = np.where(meta.first, meta.reason, 0)
         self._counted = counted if counted.any() else None
         self._reasons = meta.reasons
@@ -61,7 +63,20 @@ class Block:
 
     def find(self, offset: int) -> int:
         """The first kept entry at or behind `offset` entries of the part."""
-        return bisect_right(self.ends, offset)
+        return int(np.searchsorted(self.ends, offset, "right"))
+
+    def sample_at(self, entry: int) -> int:
+        """The sample that a kept entry is the start of, counted in the part; one past the last for the end."""
+        return entry if self.samples is None else int(np.searchsorted(self.samples, entry))
+
+    def entry_at(self, sample: int) -> int:
+        """Where a sample begins: its first kept entry; one past the last for the end."""
+        return sample if self.samples is None else int(self.samples[sample])
+
+    @property
+    def num_samples(self) -> int:
+        """Kept ones."""
+        return len(self.pieces) if self.samples is None else len(self.samples) - 1
 
     def count(self, start: int, stop: int) -> dict[str, int]:
         """Reason -> samples, of the entries [start, stop)."""

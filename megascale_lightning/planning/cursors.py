@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -14,10 +14,46 @@ from megascale_lightning.planning.blocks import Block, BlockStore
 from megascale_lightning.streams import SourceSpec
 from megascale_lightning.types import BAD_REASONS, IntArray, PartKey
 
-__all__ = ["SourceCursor"]
+__all__ = ["Ahead", "SourceCursor"]
 
 _ENOUGH: Final = 100
 """Records that a share of bad ones is taken of, unless an epoch has fewer."""
+
+
+class Ahead(NamedTuple):
+    """Samples that follow a cursor."""
+
+    num_samples: int
+    lengths: list[IntArray]
+    """Tokens of their pieces, part after part."""
+    counts: list[IntArray | None]
+    """Pieces of each sample, part after part; None where each is one."""
+    missing: PartKey | None
+    """The part that would have to be described to see more."""
+    is_all: bool
+    """There is no more to see now: behind these the source is exhausted, or a part is missing."""
+
+    def pieces(self, samples: int) -> tuple[IntArray | None, IntArray]:
+        """Of the first so many samples: int64 [samples], the pieces of each, or None; int [pieces], their tokens."""
+        lengths = self.lengths[0] if len(self.lengths) == 1 else np.concatenate(self.lengths)
+        if all(given is None for given in self.counts):
+            return None, lengths[:samples]
+        counts = np.concatenate(
+            [
+                np.ones(len(part), np.int64) if given is None else given
+                for part, given in zip(self.lengths, self.counts, strict=True)
+            ]
+        )[:samples]
+        return counts, lengths[: int(counts.sum())]
+
+    def tokens(self) -> IntArray:
+        """int64 [num_samples]: tokens of each sample."""
+        if not self.num_samples:
+            return np.empty(0, np.int64)
+        counts, lengths = self.pieces(self.num_samples)
+        if counts is None:
+            return lengths.astype(np.int64)
+        return np.add.reduceat(lengths, np.cumsum(counts) - counts, dtype=np.int64)
 
 
 class SourceCursor:
@@ -82,52 +118,52 @@ class SourceCursor:
         """All epochs are done, or those up to the end of this pass."""
         return self._stop_epoch is not None and self.epoch >= self._stop_epoch
 
-    def head(self) -> int | None:
-        """Tokens of the next sample; None when the source is exhausted.
+    def peek(self, limit: float, tokens: float = math.inf) -> Ahead:
+        """The next samples that are described, without moving: `limit` of them, or as many as have `tokens` tokens."""
+        found = 0
+        lengths: list[IntArray] = []
+        counts: list[IntArray | None] = []
+        block, at = self._block, self._next
+        key = self.key if block is None else None
+        while found < limit and tokens > 0:
+            if block is None:
+                if key is None or self._is_idle(key):
+                    return Ahead(found, lengths, counts, None, True)
+                if key not in self._blocks:
+                    return Ahead(found, lengths, counts, key, True)
+                block = self._blocks.get(key)
+                at = 0 if found or not self.offset else block.find(self.offset)
+                if at == len(block.pieces):
+                    # Only `enter` goes past what was dropped: it counts and checks it.
+                    return Ahead(found, lengths, counts, None, True)
+            first = block.sample_at(at)
+            count = int(min(block.num_samples - first, limit - found))
+            stop = block.entry_at(first + count)
+            taken = block.lengths[at:stop]
+            lengths.append(taken)
+            counts.append(None if block.samples is None else np.diff(block.samples[first : first + count + 1]))
+            found += count
+            if tokens < math.inf:
+                tokens -= int(taken.sum(dtype=np.int64))
+            if first + count < block.num_samples:
+                break
+            key, block = self._following(block), None
+        return Ahead(found, lengths, counts, None, False)
 
-        Raises:
-            NeedBlocks: Its part is not described yet.
-            EmptySourceError: A whole epoch gave nothing.
-            StateError: The saved offset lies behind the part.
-        """
-        if self._block is None and not self._enter():
-            return None
-        block = self._block
-        assert block is not None
-        if block.samples is None:
-            return block.lengths[self._next]
-        return sum(block.lengths[self._next : self._sample_end(block)])
-
-    def take(self, lengths: list[int]) -> int:
-        """Take the next sample.
-
-        Args:
-            lengths: The tokens of its pieces are appended.
-
-        Returns:
-            The number of its pieces; 0 when the source is exhausted.
-
-        Raises:
-            NeedBlocks: Its part is not described yet.
-            EmptySourceError: A whole epoch gave nothing.
-        """
-        block = self._block
-        if block is None:
-            if not self._enter():
-                return 0
+    def advance(self, count: int) -> None:
+        """Take the next samples, which `peek` has seen."""
+        while count:
             block = self._block
-            assert block is not None
-        at = self._next
-        if block.samples is None:
-            stop = at + 1
-            lengths.append(block.lengths[at])
-        else:
-            stop = self._sample_end(block)
-            lengths += block.lengths[at:stop]
-        self._next = stop
-        if stop == len(block.lengths):
-            self._leave(block)
-        return stop - at
+            if block is None:
+                is_there = self.enter()
+                assert is_there
+                continue
+            first = block.sample_at(self._next)
+            taken = min(count, block.num_samples - first)
+            self._next = block.entry_at(first + taken)
+            count -= taken
+            if first + taken == block.num_samples:
+                self._leave(block)
 
     def collect(self) -> list[IntArray]:
         """The pieces taken since the last call, in order, PIECE [n] each; counts what was dropped between them.
@@ -142,14 +178,17 @@ class SourceCursor:
         return taken
 
     def upcoming(self, samples: int) -> list[PartKey]:
-        """The parts that hold the next `samples` samples, as far as is known which those are; missing ones included."""
-        if self.exhausted:
+        """Parts beyond the one it stands in that hold the next `samples` samples, as far as is known which those are.
+
+        Missing ones included, as is its own part while nothing was looked into.
+        """
+        if self.exhausted or (self._block is not None and len(self._block.pieces) - self._next >= samples):
             return []
         keys = [self.key]
         if self.key not in self._blocks:
             return keys
         block = self._blocks.get(self.key)
-        left = len(block.lengths) - (self._next if self._block is not None else block.find(self.offset))
+        left = len(block.pieces) - (self._next if self._block is not None else block.find(self.offset))
         while left < samples:
             following = self._following(block)
             if following is None:
@@ -158,11 +197,19 @@ class SourceCursor:
             if following not in self._blocks:
                 break
             block = self._blocks.get(following)
-            left += len(block.lengths)
+            left += len(block.pieces)
         return keys
 
-    def _enter(self) -> bool:
-        """Stand in front of the next sample; False when the source is exhausted."""
+    def enter(self) -> bool:
+        """Stand in front of the next sample; False when the source is exhausted.
+
+        Raises:
+            NeedBlocks: Its part is not described yet.
+            EmptySourceError: A whole epoch gave nothing.
+            StateError: The saved offset lies behind the part.
+        """
+        if self._block is not None:
+            return True
         whole_epoch = False
         while not self.exhausted:
             at_start = (self.window, self.part, self.offset) == (0, 0, 0)
@@ -174,7 +221,7 @@ class SourceCursor:
                 if self.offset > block.size:
                     raise self._beyond(block)
                 at = block.find(self.offset)
-                if at < len(block.lengths):
+                if at < len(block.pieces):
                     self._block, self._next, self._start, self._counted = block, at, at, self.offset
                     return True
                 self._counted = self.offset
@@ -199,14 +246,14 @@ class SourceCursor:
             "loaded is damaged; go on from another checkpoint"
         )
 
-    def _sample_end(self, block: Block) -> int:
-        assert block.samples is not None
-        return block.samples[bisect_right(block.samples, self._next)]
+    def _is_idle(self, key: PartKey) -> bool:
+        """Whether there is nothing to read at a place: no windows, or an epoch behind the last."""
+        return not self._spec.num_windows or (self._stop_epoch is not None and key.epoch >= self._stop_epoch)
 
     def _flush(self, block: Block) -> None:
         if self._next > self._start:
             self._taken.append(block.pieces[self._start : self._next])
-            self.offset = block.ends[self._next - 1]
+            self.offset = int(block.ends[self._next - 1])
             self._start = self._next
         self._count(block, self.offset)
         self._counted = self.offset
@@ -229,8 +276,9 @@ class SourceCursor:
 
     def _count(self, block: Block, stop: int) -> None:
         counts = block.count(self._counted, stop)
-        self.dropped.update(counts)
-        if self._spec.max_bad_fraction is not None:
+        if counts:
+            self.dropped.update(counts)
+        if self._spec.max_bad_fraction is not None or self._spec.num_records is not None:
             records, bad = self.checked
             added = sum(counts.get(reason, 0) for reason in BAD_REASONS)
             self.checked = records + block.records(self._counted, stop), bad + added

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_lightning.planning.balancing import lower_bound
-from megascale_lightning.planning.strategies import RoundRobin, Strategy
+from megascale_lightning.planning.strategies import RoundRobin
 from megascale_lightning.rows import PackedRows
 from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import FloatArray, IntArray
@@ -55,17 +55,12 @@ def _distribute_packed(spec: StreamSpec, rows: IntArray, costs: FloatArray) -> D
     micro = spec.rows.micro_batch_size
     per_group = spec.num_microbatches * micro
 
-    def place(strategy: Strategy) -> tuple[IntArray, FloatArray]:
-        groups = strategy.assign(costs, num_bins=spec.num_groups, per_bin=per_group)
-        placed = np.empty((spec.num_groups, spec.num_microbatches, micro), dtype=np.int64)
-        for index, members in enumerate(groups):
-            batches = strategy.assign(costs[members], num_bins=spec.num_microbatches, per_bin=micro)
-            placed[index] = members[batches]
-        return placed, costs[placed].sum(axis=(1, 2))
-
-    placed, loads = place(spec.strategy)
-    _, before = place(RoundRobin(spec.strategy.cost))
-    return _report(rows[placed], loads, before, lower_bound(costs, spec.num_groups))
+    placed = np.empty((spec.num_groups, spec.num_microbatches, micro), dtype=np.int64)
+    for index, members in enumerate(spec.strategy.assign(costs, num_bins=spec.num_groups, per_bin=per_group)):
+        batches = spec.strategy.assign(costs[members], num_bins=spec.num_microbatches, per_bin=micro)
+        placed[index] = members[batches]
+    before = costs[RoundRobin().assign(costs, num_bins=spec.num_groups, per_bin=per_group)].sum(axis=1)
+    return _report(rows[placed], costs[placed].sum(axis=(1, 2)), before, lower_bound(costs, spec.num_groups))
 
 
 def _distribute_by_length(spec: StreamSpec, rows: IntArray, row_offsets: IntArray, lengths: IntArray) -> Distribution:

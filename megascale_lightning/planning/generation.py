@@ -171,9 +171,9 @@ class Generation:
 
     def _may_end(self, step: int) -> bool:
         """Whether there may be no step of this number."""
-        weights = self._changes.get(step, self._states[step].sources["weight"])
+        weights = self._spec.weights_at(step, self._states[step], self._changes)
         endless = (spec.epochs is None and weight > 0 for spec, weight in zip(self._spec.sources, weights, strict=True))
-        return self._spec.passes or not any(endless)
+        return self._spec.passes or self._spec.stop != "all" or not any(endless)
 
     def _state_before(self, step: int) -> LoaderState:
         """The state before a step, planned forward to where it must be."""

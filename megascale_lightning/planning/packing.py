@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+import numpy as np
+
 __all__ = ["pack"]
 
 
@@ -24,22 +26,30 @@ def pack(carried: Sequence[int], drawn: Sequence[int], *, num_rows: int, capacit
         For each row the pieces in the order they were placed: indices into `carried + drawn`.
     """
     num_carried = len(carried)
-    order = list(range(num_carried))
-    order += sorted(range(num_carried, num_carried + len(drawn)), key=lambda piece: -drawn[piece - num_carried])
     lengths = [*carried, *drawn]
+    order = range(num_carried), num_carried + np.argsort(-np.asarray(drawn, np.int64), kind="stable")
     rows: list[list[int]] = [[] for _ in range(num_rows)]
-    # room x num_rows + row, sorted: the first key large enough is the fullest row that fits, the lowest of those.
-    keys = [capacity * num_rows + row for row in range(num_rows)]
+    # Rows that were begun, sorted by room x num_rows + row: the first key large enough is the fullest row that fits,
+    # the lowest of those. Rows from `begun` on are empty, and thus the last choice; full ones are of no use.
+    keys: list[int] = []
+    begun = 0
     largest = capacity
-    for piece in order:
+    for piece in [*order[0], *order[1].tolist()]:
         length = lengths[piece]
         if length > largest:
             continue
         at = bisect_left(keys, length * num_rows)
-        if at == len(keys):
+        if at < len(keys):
+            key = keys.pop(at)
+        elif begun < num_rows:
+            key = capacity * num_rows + begun
+            begun += 1
+        else:
             continue
-        key = keys.pop(at)
         rows[key % num_rows].append(piece)
-        insort(keys, key - length * num_rows)
-        largest = keys[-1] // num_rows
+        key -= length * num_rows
+        if key >= num_rows:
+            insort(keys, key, 0, at)
+        if begun == num_rows:
+            largest = keys[-1] // num_rows if keys else 0
     return rows

@@ -101,7 +101,8 @@ class Planner:
         try:
             window = held.window(first_step, count)
         except NeedBlocks as missing:
-            self._raise_failed(missing.keys)
+            # Only what the stream cannot do without ends it; the others are merely worth asking for.
+            self._raise_failed(missing.keys[:1])
             self._ask(missing.keys)
             self._ask(held.upcoming())
             return NotYet(f"{len(missing.keys)} parts of stream {stream!r} are being read: {_some(missing.keys)}")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
 from megascale_lightning.errors import EmptySourceError
-from megascale_lightning.planning.blocks import BlockStore
-from megascale_lightning.planning.cursors import SourceCursor
+from megascale_lightning.planning.blocks import BlockStore, NeedBlocks
+from megascale_lightning.planning.cursors import Ahead, SourceCursor
 from megascale_lightning.planning.distribution import distribute
-from megascale_lightning.planning.mixture import DeadlineMixer
+from megascale_lightning.planning.mixture import DeadlineMixer, grouping
 from megascale_lightning.planning.packing import pack
 from megascale_lightning.rows import PackedRows
 from megascale_lightning.streams import StreamSpec
@@ -62,6 +65,8 @@ class StepPlanner:
         self._state: LoaderState | None = None
         self._cursors: list[SourceCursor] = []
         self._draws = [0] * len(spec.sources)
+        self._gone: set[int] = set()
+        self._per_sample = 512.0  # tokens: a first guess of how many samples a step takes
 
     def plan(self, state: LoaderState, changes: Mapping[int, FloatArray]) -> tuple[StepPlan | None, LoaderState]:
         """Plan the step that follows `state`.
@@ -82,7 +87,7 @@ class StepPlanner:
         if state.ended:
             return None, state
         self._take_up(state)
-        weights = changes.get(state.step, state.sources["weight"])
+        weights = self._spec.weights_at(state.step, state, changes)
         to_come = tuple(MixtureChange(step, changes[step]) for step in sorted(changes) if step > state.step)
         try:
             pool, num_carried, mixer = self._draw(state, weights.tolist())
@@ -90,9 +95,10 @@ class StepPlanner:
             self._state = None  # the cursors have moved
             raise
         rows = self._rows(pool["length"].tolist(), num_carried)
-        placed = np.array([piece for row in rows for piece in row], dtype=np.int64)
+        placed = np.fromiter(chain.from_iterable(rows), np.int64)
         rest = np.delete(pool, placed)
-        after = replace(self._after(state, mixer, weights, rest), changes=to_come)
+        replaced = state.replaced or state.step in changes
+        after = replace(self._after(state, mixer, weights, rest), changes=to_come, replaced=replaced)
         num_real = sum(1 for row in rows if row)
         if not num_real or (num_real < self._spec.rows_per_step and self._spec.last_step == "drop"):
             self._state = None
@@ -103,10 +109,16 @@ class StepPlanner:
         return plan, after
 
     def upcoming(self, state: LoaderState) -> list[PartKey]:
-        """Parts that the next two steps will need as far as can be told, those that are not described yet."""
+        """Parts that the next two steps will need as far as can be told, those that are not described yet.
+
+        A source that joins in one of the steps to come is looked into before.
+        """
         self._take_up(state)
+        changes = {change.step: change.weights for change in state.changes}
+        reach = 2 + self._spec.plan_window if changes or self._spec.schedule is not None else 1
+        ahead = [self._spec.weights_at(state.step + offset, state, changes) for offset in range(reach)]
         keys = []
-        for cursor, weight, draws in zip(self._cursors, state.sources["weight"].tolist(), self._draws, strict=True):
+        for cursor, weight, draws in zip(self._cursors, np.max(ahead, axis=0).tolist(), self._draws, strict=True):
             if weight > 0:
                 keys += [key for key in cursor.upcoming(2 * draws + 1) if key not in self._blocks]
         return keys
@@ -139,32 +151,55 @@ class StepPlanner:
             given=state.sources["given"].tolist(),
             live=[not cursor.exhausted for cursor in cursors],
             unit=self._spec.mixture_unit,
-            head_cost=lambda index: cursors[index].head(),
         )
-        lengths: list[int] = state.carry["length"].tolist()
-        num_carried = len(lengths)
-        sources: list[int] = []
-        wanted = _Wanted(self._spec)
-        draws = mixer.draws()
-        while wanted.more(lengths):
-            chosen = next(draws, None)
-            if chosen is None:
-                break
-            taken = cursors[chosen].take(lengths)
-            if taken == 1:
-                sources.append(chosen)
-            elif taken:
-                sources += [chosen] * taken
-            else:
-                mixer.retire(chosen)
-                draws = mixer.draws()
+        pool = _Pool(self._spec, state.carry)
+        self._gone = {index for index, cursor in enumerate(cursors) if cursor.exhausted}
+        while pool.wants_more and mixer.live and not self._spec.stops(self._gone):
+            self._draw_some(mixer, pool, self._guess(pool))
         mixer.settle()
-        drawn_from = np.array(sources, dtype=np.int64)
-        self._draws = np.bincount(drawn_from, minlength=len(cursors)).tolist()
-        pool = np.empty(len(lengths), PIECE)
-        pool[:num_carried] = state.carry
-        pool[num_carried:][np.argsort(drawn_from, kind="stable")] = self._collect(len(sources))
-        return pool, num_carried, mixer
+        self._draws = np.bincount(pool.piece_sources, minlength=len(cursors)).tolist()
+        self._per_sample = pool.drawn_tokens / max(len(pool.sources), 1)
+        num_carried = len(state.carry)
+        pieces = np.empty(num_carried + len(pool.piece_sources), PIECE)
+        pieces[:num_carried] = state.carry
+        pieces[num_carried:][grouping(pool.piece_sources)] = self._collect(len(pool.piece_sources))
+        return pieces, num_carried, mixer
+
+    def _guess(self, pool: _Pool) -> int:
+        """Samples that the pool will probably want; it may take less, or more in a next round."""
+        per_sample = pool.drawn_tokens / len(pool.sources) if len(pool.sources) else self._per_sample
+        return pool.missing(per_sample)
+
+    def _draw_some(self, mixer: DeadlineMixer, pool: _Pool, count: int) -> None:
+        """Draw about so many samples into the pool, or up to a source that has to be looked into first.
+
+        What is drawn depends on neither: more is looked at than taken, and taken is what the pool wants.
+        """
+        by_tokens = self._spec.mixture_unit == "tokens"
+        horizon = count * max(self._per_sample, 1.0) if by_tokens else float(count)
+        limits = mixer.expected(horizon).tolist()
+        if by_tokens:
+            ahead = [cursor.peek(math.inf, limit) for cursor, limit in zip(self._cursors, limits, strict=True)]
+        else:
+            ahead = [cursor.peek(limit) for cursor, limit in zip(self._cursors, limits, strict=True)]
+        costs = [found.tokens() for found in ahead] if by_tokens else []
+        sources, blocked = mixer.draw(horizon, [found.num_samples for found in ahead], costs)
+        counts, lengths = _in_draw_order(sources, ahead)
+        taken = pool.add(sources, counts, lengths)
+        tokens = None
+        if by_tokens:
+            tokens = np.add.reduceat(lengths, np.cumsum(counts) - counts)[:taken] if taken else counts[:0]
+        mixer.book(sources[:taken], tokens)
+        if taken < len(sources) or not pool.wants_more or (blocked is not None and not ahead[blocked].is_all):
+            blocked = None
+        if blocked is not None and (due := ahead[blocked].missing) is not None:
+            raise NeedBlocks([due, *(found.missing for found in ahead if found.missing is not None)])
+        for source, number in enumerate(np.bincount(sources[:taken], minlength=len(ahead)).tolist()):
+            if number:
+                self._cursors[source].advance(number)
+        if blocked is not None and not self._cursors[blocked].enter():
+            mixer.leave(blocked)
+            self._gone.add(blocked)
 
     def _collect(self, count: int) -> IntArray:
         """The pieces taken by all cursors, source after source: PIECE [count]."""
@@ -197,6 +232,8 @@ class StepPlanner:
         dropped = [Counter(counts) for counts in after.dropped]
         for source, count in zip(*np.unique(left["source"], return_counts=True), strict=True):
             dropped[int(source)]["last_step"] += int(count)
+        for index, count in self._spec.left_over(after).items():
+            dropped[index]["stopped"] += count
         counts: tuple[Mapping[str, int], ...] = tuple(dict(counter) for counter in dropped)
         done = replace(after, dropped=counts, carry=np.empty(0, PIECE))
         if not self._spec.passes:
@@ -225,31 +262,85 @@ class StepPlanner:
         )
 
 
-class _Wanted:
-    """Whether the pool of a step needs further draws.
+class _Pool:
+    """The pieces that a step chooses from: those carried, then those drawn, in draw order.
 
-    Packed rows: until the pool without its last `pack_ahead` pieces holds the tokens of all rows. Padded rows: until
-    there is a piece for every row.
+    It wants more for packed rows until the pool without its last `pack_ahead` pieces holds the tokens of all rows, for
+    others until there is a piece for every row.
     """
 
-    __slots__ = ("_ahead", "_need", "_packed", "_seen", "_settled")
-
-    def __init__(self, spec: StreamSpec) -> None:
+    def __init__(self, spec: StreamSpec, carry: IntArray) -> None:
         self._packed = isinstance(spec.rows, PackedRows)
         self._ahead = spec.rows.pack_ahead if isinstance(spec.rows, PackedRows) else 0
         self._need = spec.rows_per_step * (spec.rows.capacity if self._packed else 1)
-        self._seen = 0
-        self._settled = 0
+        self._carried = len(carry)
+        self._totals = np.concatenate([[0], np.cumsum(carry["length"], dtype=np.int64)])
+        self.sources: IntArray = np.empty(0, np.int64)
+        """int64 [drawn samples]"""
+        self.piece_sources: IntArray = np.empty(0, np.int64)
+        """int64 [drawn pieces]"""
 
-    def more(self, lengths: list[int]) -> bool:
-        """Lengths of the pool so far, in order; they only ever grow at the end."""
+    @property
+    def drawn_tokens(self) -> int:
+        """Of all that was drawn."""
+        return int(self._totals[-1] - self._totals[self._carried])
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another sample is to be drawn."""
+        return not self._enough(np.array([len(self._totals) - 1]))[0]
+
+    def missing(self, per_sample: float) -> int:
+        """Samples that it probably lacks, at so many tokens each; at least 1."""
         if not self._packed:
-            return len(lengths) < self._need
-        stop = len(lengths) - self._ahead
-        if stop > self._seen:
-            self._settled += sum(lengths[self._seen : stop])
-            self._seen = stop
-        return self._settled < self._need
+            return max(self._need - len(self._totals) + 1, 1)
+        lacking = max(self._need - int(self._totals[-1]), 0) / max(per_sample, 1.0)
+        return int(lacking * 1.02) + self._ahead + 16
+
+    def add(self, sources: IntArray, counts: IntArray, lengths: IntArray) -> int:
+        """Take of these samples as many as it wants.
+
+        Args:
+            sources: int64 [n]
+            counts: int64 [n]: the pieces of each.
+            lengths: int64 [sum of counts]: the tokens of each piece.
+
+        Returns:
+            How many it took.
+        """
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        before = len(self._totals) - 1
+        totals = np.concatenate([self._totals, self._totals[-1] + np.cumsum(lengths)])
+        held, self._totals = self._totals, totals
+        enough = np.flatnonzero(self._enough(before + ends))
+        taken = int(enough[0]) if enough.size else len(sources)
+        self._totals = totals[: before + int(ends[taken]) + 1] if taken else held
+        self.sources = np.concatenate([self.sources, sources[:taken]])
+        self.piece_sources = np.concatenate([self.piece_sources, np.repeat(sources[:taken], counts[:taken])])
+        return taken
+
+    def _enough(self, sizes: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether the pool would be full with its first so many pieces."""
+        found = self._totals[np.maximum(sizes - self._ahead, 0)] >= self._need if self._packed else sizes >= self._need
+        return np.asarray(found, bool)
+
+
+def _in_draw_order(sources: IntArray, ahead: list[Ahead]) -> tuple[IntArray, IntArray]:
+    """Of the samples drawn: int64 [n], the pieces of each; int64 [pieces], the tokens of each piece."""
+    drawn = np.bincount(sources, minlength=len(ahead)).tolist()
+    found = [(number, *ahead[source].pieces(number)) for source, number in enumerate(drawn) if number]
+    counts = np.ones(len(sources), np.int64)
+    if not found:
+        return counts, counts
+    at = order = grouping(sources)
+    if any(given is not None for _, given, _ in found):
+        grouped = np.concatenate([np.ones(number, np.int64) if given is None else given for number, given, _ in found])
+        counts[order] = grouped
+        starts = (np.cumsum(counts) - counts)[order]
+        at = np.arange(int(grouped.sum())) + np.repeat(starts - (np.cumsum(grouped) - grouped), grouped)
+    lengths = np.empty(len(at), np.int64)
+    lengths[at] = np.concatenate([given for _, _, given in found])
+    return counts, lengths
 
 
 def _certify(before: bytes, plan: StepPlan) -> bytes:

@@ -74,6 +74,18 @@ class Manifest:
         has_own = self.format == "images" or (self.format == "text" and int(entry["rows"]) >= 0)
         return self.files[index + row if has_own and row is not None and row >= 0 else index]
 
+    def rows_of(self, unit: int, row_start: int = 0, row_stop: int = -1) -> tuple[FileInfo, int, int]:
+        """The file of a unit, and as (start, stop) those of rows [row_start, row_stop) that it has.
+
+        Args:
+            unit: Its number. Where it is not known how many rows a unit has, start and stop mean nothing.
+            row_start: First row; from behind the last one on there is none.
+            row_stop: -1 is the unit's end.
+        """
+        rows = int(self.units["rows"][unit])
+        stop = rows if row_stop < 0 else min(row_stop, rows)
+        return self.file_of(unit), min(row_start, stop), stop
+
     def locate(self, unit: int, row: int | None = None) -> str:
         """Where a record is, for messages: file, unit and row."""
         where = f"{self.file_of(unit, row).path}, unit {unit}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["RecordBlock", "SourceReader"]
+__all__ = ["RecordBlock", "SourceReader", "block_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,27 @@ class RecordBlock:
 
         assert self.table is not None
         return table_rows(self.table)
+
+
+def block_of(unit: int, row_start: int, decoded: Iterable[tuple[Any, str | None, Any]]) -> RecordBlock:
+    """The block of records that were decoded one by one.
+
+    Args:
+        unit: Their unit.
+        row_start: Row of the first.
+        decoded: Of each record its value, None if it failed; what is wrong with it, None if nothing is; and the record
+            as stored: bytes, or a buffer that is copied if it failed.
+    """
+    objects: list[Any] = []
+    failures: dict[int, str] = {}
+    raw: dict[int, bytes] = {}
+    for index, (value, problem, stored) in enumerate(decoded):
+        objects.append(value)
+        if problem is not None:
+            failures[index], raw[index] = problem, bytes(stored)
+    return RecordBlock(
+        unit=unit, row_start=row_start, num_rows=len(objects), objects=objects, failures=failures, raw=raw
+    )
 
 
 class SourceReader(ABC):

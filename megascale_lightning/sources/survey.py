@@ -15,7 +15,7 @@ from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.files import find_files, is_file_data
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 
-__all__ = ["build_manifest", "find_format"]
+__all__ = ["build_manifest"]
 
 
 def build_manifest(
@@ -58,17 +58,15 @@ def build_manifest(
     return Manifest(files, units, kind, sliced)
 
 
-def find_format(source: Source, storage: Storage) -> str:
-    """The format as declared, or by a file's name, what lies in a folder, or what a callable returns, called once.
+def _recognise(source: Source, storage: Storage) -> tuple[str, Any]:
+    """The format as declared, or by a file's name, what lies in a folder, or what a callable returns.
+
+    Returns:
+        The format, and what the callable returned if it was called, which is once.
 
     Raises:
         ConfigError: None of these tells.
     """
-    return _recognise(source, storage)[0]
-
-
-def _recognise(source: Source, storage: Storage) -> tuple[str, Any]:
-    """The format, and what the callable returned if it was called."""
     if source.format is not None:
         return source.format, None
     if not is_file_data(source.data):

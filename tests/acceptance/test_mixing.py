@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +32,15 @@ def new_mixer(
     """A mixer as the planner makes one at a step boundary."""
     zero = [0.0] * len(weights)
     names = names_of(len(weights))
-    return DeadlineMixer(names, weights, share=share or zero, given=given or zero, live=[True] * len(weights))
+    share, given = zero if share is None else share, zero if given is None else given
+    return DeadlineMixer(names, weights, share=share, given=given, live=[True] * len(weights))
 
 
 def draw(mixer: DeadlineMixer, count: int) -> list[int]:
-    return list(islice(mixer.draws(), count))
+    """So many draws from sources without end."""
+    sources, _ = mixer.draw(count, [count] * len(mixer.given))
+    mixer.book(sources)
+    return sources.tolist()
 
 
 def worst_distance(draws: list[int], weights: list[float]) -> float:

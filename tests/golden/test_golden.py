@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megascale_lightning import MegaScaleLoader, StateError
+from megascale_lightning import MegaScaleLoader, Mixture, StateError
 from megascale_lightning.checkpointing.migrations import STATE_VERSION, migrate
 from megascale_lightning.checkpointing.state import weights_by_name
-from tests.golden.corpus import golden_config, write_corpus
+from tests.golden.corpus import RAMP, golden_config, write_corpus
 
 FOLDER = Path(__file__).parent
 
@@ -25,14 +25,14 @@ def golden(version: int) -> dict[str, Any]:
 
 
 def test_there_is_one_of_every_version() -> None:
-    assert [golden(version)["state"]["version"] for version in range(1, STATE_VERSION + 1)] == [1, 2]
+    assert [golden(version)["state"]["version"] for version in range(1, STATE_VERSION + 1)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("version", "passes"), [(1, False), (2, True)])
-def test_it_goes_on_with_the_same_data(tmp_path: Path, version: int, passes: bool) -> None:
+@pytest.mark.parametrize(("version", "passes", "mixture"), [(1, False, None), (2, True, None), (3, False, RAMP)])
+def test_it_goes_on_with_the_same_data(tmp_path: Path, version: int, passes: bool, mixture: Mixture | None) -> None:
     write_corpus(tmp_path)
     found = golden(version)
-    with MegaScaleLoader(golden_config(tmp_path), passes=passes) as loader:
+    with MegaScaleLoader(golden_config(tmp_path, mixture=mixture), passes=passes) as loader:
         # The golden corpus is written anew: its files have other times than when the state was saved.
         state = {"files": {name: text[:12] for name, text in loader.state_dict()["files"].items()}, **found["state"]}
         loader.load_state_dict(state)

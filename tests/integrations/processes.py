@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -76,14 +77,26 @@ def train(
             if meanwhile is not None:
                 meanwhile(process, mark)
             code = process.wait(timeout_s)
-        except (subprocess.TimeoutExpired, AssertionError) as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        except BaseException as error:
+            # Whatever went wrong here, nothing of it may run beside the next test.
+            _kill(mark, process)
+            if not isinstance(error, (subprocess.TimeoutExpired, AssertionError)):
+                raise
             raise AssertionError(f"{error}; the output:\n{log.read_text()[-6000:]}") from None
     finished = Finished(code, log.read_text(), mark, before, process.pid)
     if check:
         assert code == 0, finished.output[-6000:]
     return finished
+
+
+def _kill(mark: str, process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    while found := marked_processes(mark, process.pid):
+        for line in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(line.partition(":")[0]), signal.SIGKILL)
+        time.sleep(0.01)
+    process.wait()
 
 
 def wait_for_lines(path: Path, count: int, process: subprocess.Popen[bytes], within_s: float = 120.0) -> None:
@@ -127,13 +140,14 @@ def left_behind(finished: Finished, *, within_s: float = 10.0) -> list[str]:
 
 
 def marked_processes(mark: str, session: int = 0) -> list[str]:
-    """Processes that carry a mark, or are in a session: some of Ray's write their title over their environment."""
+    """Processes that carry a mark, or are in a session (0: none): some of Ray's write their title over the mark."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             state, _, _, its_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             if state != "Z" and (
-                int(its_session) == session or f"{MARK}={mark}".encode() in (folder / "environ").read_bytes()
+                (session and int(its_session) == session)
+                or f"{MARK}={mark}".encode() in (folder / "environ").read_bytes()
             ):
                 found.append(
                     f"{folder.name}: {(folder / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:150]}"
@@ -147,10 +161,16 @@ def shared_memory_files() -> set[str]:
     return {entry.path for entry in os.scandir("/dev/shm")}
 
 
-def opened_files() -> set[str]:
-    """Files in shared memory that a living process has mapped: those of others."""
+def opened_files(but: int = 0) -> set[str]:
+    """Files in shared memory that a living process other than `but` has open or mapped: those of others."""
     found = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if descriptor.parts[2] != str(but) and (file := os.readlink(descriptor)).startswith("/dev/shm/"):
+                found.add(file)
     for maps in Path("/proc").glob("[0-9]*/maps"):
+        if maps.parts[2] == str(but):
+            continue
         try:
             found |= {line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
         except (OSError, IndexError):

@@ -22,14 +22,17 @@ from megascale_lightning import (
     Balanced,
     ClientPlaceTree,
     ConfigError,
+    LossFeedback,
     MegaScaleDataModule,
     Mixture,
+    MixtureCallback,
     PackedRows,
     PaddedRows,
     RoundRobin,
     Source,
     TokenCost,
 )
+from megascale_lightning.cli.configs import load_config
 from megascale_lightning.integrations.lightning.hyperparameters import plain, revived
 from megascale_lightning.rows import Rows
 from tests.integrations.corpora import held_out, train_sources, write_corpus
@@ -237,6 +240,42 @@ class TestParsing:
         cli = run(config=config, data=adopted_pictures)
         assert cli.datamodule.num_classes == 2
         assert cli.datamodule.hparams == {"batch_size": 12, "limit": None}
+
+    @pytest.mark.parametrize(
+        "mixture",
+        [
+            {
+                "schedule": [[0, {"web": 0.9, "code": 0.1}], [40, {"code": 0.6}]],
+                "interpolate": "linear",
+                "stop": ["web"],
+            },
+            {"points": [[0, {"web": 0.9, "code": 0.1}], [40, {"code": 0.6}]], "interpolate": "linear", "stop": ["web"]},
+        ],
+    )
+    def test_a_schedule(self, mixture: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        expected = Mixture.schedule(
+            [(0, {"web": 0.9, "code": 0.1}), (40, {"code": 0.6})], interpolate="linear", stop=["web"]
+        )
+        config = settings(mixture=mixture)
+        config["data"]["sources"]["web"]["epochs"] = 1
+        assert run(config=config).datamodule.config.shares == expected
+        with pytest.raises(SystemExit):
+            run("fit", "--print_config", config=config)
+        printed = {**config, "data": yaml.safe_load(capsys.readouterr().out)["data"]}
+        assert run(config=printed).datamodule.config.shares == expected
+        Path("settings.yaml").write_text(yaml.safe_dump(config))
+        assert load_config("settings.yaml").shares == expected
+        cli = run("", "--data.weights.code=0.5", config=printed)
+        assert cli.datamodule.config.weight_points("train")[1] == (40, {"web": 0.9, "code": 0.5})
+
+    def test_loss_feedback(self) -> None:
+        config = settings()
+        rule = {"class_path": "megascale_lightning.LossFeedback", "init_args": {"step_size": 0.5}}
+        init = {"weights": rule, "every_n_steps": 10}
+        callback = {"class_path": "megascale_lightning.MixtureCallback", "init_args": init}
+        config["trainer"]["callbacks"] = [callback]
+        found = [one for one in run(config=config).trainer.callbacks if isinstance(one, MixtureCallback)]
+        assert isinstance(found[0]._weights, LossFeedback)
 
     def test_print_config_starts_nothing(self, folder: Path) -> None:
         config = settings()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,42 @@ import numpy as np
 
 from megascale_lightning import LoaderConfig, PackedRows
 from megascale_lightning.sources import Source, build_manifest, make_reader
-
-from ..acceptance.harness import World, run_world, same_tensors
+from tests.acceptance.harness import World, run_world, same_tensors
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+
+
+@dataclass(frozen=True)
+class Library:
+    """What tests of the folders of one library begin with."""
+
+    kind: str
+    """Of the golden folders, and the format."""
+
+    @property
+    def folder(self) -> Path:
+        """The golden folders."""
+        return GOLDEN / self.kind
+
+    def source(self, data: Any, **more: Any) -> Source:
+        """A source "s" of a folder, whose name may tell no format."""
+        return Source("s", str(data), format=self.kind, **more)
+
+    def copy(self, tmp_path: Path, name: str) -> Path:
+        """A copy of a golden folder, to be damaged."""
+        return Path(shutil.copytree(self.folder / name, tmp_path / name))
+
+
+def edit_index(folder: Path, change: Callable[[Any], object]) -> None:
+    """Write the `index.json` of a folder anew, as `change` left it."""
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def tokens(records: Sequence[Any]) -> list[list[int]]:
+    """The tokens of records."""
+    return [record["input_ids"].tolist() for record in records]
 
 
 def plain(value: Any) -> Any:

@@ -19,8 +19,7 @@ from megascale_lightning.sources.formats.arrowcolumns import list_column
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.stores.filepool import FilePool
 from megascale_lightning.sources.stores.storage import Storage
-
-from .remote_files import CountedFileSystem
+from tests.sources.remote_files import CountedFileSystem
 
 ROWS = 300
 TOKENS = pa.array([[n] * (n % 4) for n in range(ROWS)], pa.list_(pa.int32()))

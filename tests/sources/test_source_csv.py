@@ -20,8 +20,7 @@ from megascale_lightning.sources.formats.csv.records import CsvRecords, Dialect
 from megascale_lightning.sources.stores import plaintext as plain_files
 from megascale_lightning.sources.stores.plaintext import PlainFile
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
-
-from .remote_files import CountedFileSystem
+from tests.sources.remote_files import CountedFileSystem
 
 
 def source_of(path, data=None, columns=None, **options):

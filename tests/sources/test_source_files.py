@@ -31,6 +31,12 @@ def test_braces_are_written_out_in_order():
     assert len(expand_braces("{000..127}.tar")) == 128
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "images", "megatron", "webdataset"])
+def test_a_list_holds_nothing_but_paths(tmp_path, kind):
+    with pytest.raises(ConfigError, match="'s': a file list holds paths, patterns and lists of these, not int"):
+        build_manifest(Source("s", [5, str(tmp_path)], format=kind))
+
+
 def test_globs_lists_and_braces_give_each_file_once_in_list_order(shards):
     assert names(find_files("s", str(shards / "s-*.jsonl"))) == ["s-000.jsonl", "s-001.jsonl", "s-002.jsonl"]
     assert names(find_files("s", shards / "s-{001..002}.jsonl")) == ["s-001.jsonl", "s-002.jsonl"]

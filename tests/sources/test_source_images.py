@@ -12,8 +12,6 @@ from megascale_lightning import CollatedRows, LoaderConfig, MegaScaleLoader, Pac
 from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.sources import build_manifest
 from megascale_lightning.sources.formats.images import format as images
-from megascale_lightning.sources.stores.storage import Storage
-from megascale_lightning.sources.survey import find_format
 from tests.sources.tars import open_source
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -224,27 +222,28 @@ def test_remote_folders(store, data):
 
 class TestFoldersTellTheirFormat:
     def kind(self, data):
-        source = Source("s", data)
-        return find_format(source, Storage.of(source))
+        return build_manifest(Source("s", data)).format
 
     def test_by_what_lies_in_them(self, tmp_path):
-        put(tmp_path / "mds", {"train/index.json": '{"version": 2, "shards": []}', "train/shard.mds": ""})
-        put(tmp_path / "lit", {"index.json": '{"chunks": [], "config": {}}'})
+        shutil.copytree(GOLDEN / "mds" / "arrays", tmp_path / "mds" / "train")
+        shutil.copytree(GOLDEN / "litdata" / "leaves", tmp_path / "lit")
         put(tmp_path / "pictures", {"x/y/1.jpg": "", "x/index.json": "{}", "a.parquet": "", "notes.txt": ""})
         assert self.kind(str(tmp_path / "mds")) == "mds"
         assert self.kind(tmp_path / "mds" / "train") == "mds"
         assert self.kind(str(tmp_path / "lit" / "index.json")) == "litdata"
-        assert self.kind([str(tmp_path / "lit"), str(tmp_path / "mds")]) == "litdata"
+        with pytest.raises(ConfigError, match=r"mds/train/index\.json has no list 'chunks'"):
+            self.kind([str(tmp_path / "lit"), str(tmp_path / "mds")])
         assert self.kind(f"{tmp_path}/l*") == "litdata"
         assert self.kind(str(tmp_path / "pictures")) == "images"
         assert self.kind(str(GOLDEN / "energon")) == "webdataset"
 
     def test_remote_ones(self, store):
         assert self.kind("memory://photos") == "images"
-        store.pipe("/photos/index.json", b'{"shards": []}')
+        store.pipe({f"/photos/{path.name}": path.read_bytes() for path in (GOLDEN / "mds" / "arrays").iterdir()})
         assert self.kind("memory://photos/") == "mds"
         store.pipe("/photos/.nv-meta/.info.json", b"{}")
-        assert self.kind("memory://photos") == "webdataset"
+        with pytest.raises(DataError, match=r"photos/\.nv-meta has no split\.yaml"):
+            self.kind("memory://photos")
 
     def test_others_are_refused_as_before(self, tmp_path):
         put(tmp_path, {"a.parquet": "", "index.json": "[]"})
@@ -252,7 +251,8 @@ class TestFoldersTellTheirFormat:
             self.kind(str(tmp_path))
         with pytest.raises(ConfigError, match="no file matches"):
             self.kind(str(tmp_path / "absent"))
-        assert self.kind(str(tmp_path / "*.parquet")) == "parquet"
+        with pytest.raises(DataError, match="no readable Parquet file"):
+            self.kind(str(tmp_path / "*.parquet"))
 
 
 def label_of(sample):

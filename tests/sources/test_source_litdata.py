@@ -10,32 +10,25 @@ import pyarrow as pa
 import pytest
 
 from megascale_lightning.errors import ConfigError, CorruptDataError, DataError
-from megascale_lightning.sources import Source, build_manifest, make_reader
+from megascale_lightning.sources import build_manifest, make_reader
 from megascale_lightning.sources.formats.litdata.codecs import leaf_decoder
 from megascale_lightning.sources.formats.litdata.trees import parse_tree
+from tests.sources.binaryfolders import (
+    GOLDEN,
+    Library,
+    check_cuts,
+    check_stream,
+    edit_index,
+    expected,
+    plain,
+    read_all,
+    to_memory,
+    tokens,
+)
 
-from .binaryfolders import GOLDEN, check_cuts, check_stream, expected, plain, read_all, to_memory
-
-FOLDER = GOLDEN / "litdata"
+LIBRARY = Library("litdata")
+FOLDER, source, copy = LIBRARY.folder, LIBRARY.source, LIBRARY.copy
 PACKED = ["zstd_chunk", "zstd_batch", "zstd_sample"]
-
-
-def source(data, **more):
-    return Source("s", str(data), format="litdata", **more)
-
-
-def copy(tmp_path, name):
-    return shutil.copytree(FOLDER / name, tmp_path / name)
-
-
-def edit_index(folder, change):
-    index = json.loads((folder / "index.json").read_text())
-    change(index)
-    (folder / "index.json").write_text(json.dumps(index))
-
-
-def tokens(records):
-    return [record["input_ids"].tolist() for record in records]
 
 
 def values(name):

@@ -13,29 +13,22 @@ from PIL import Image
 from megascale_lightning.errors import ConfigError, CorruptDataError, DataError
 from megascale_lightning.sources import Source, build_manifest, make_reader
 from megascale_lightning.sources.formats.mds.codecs import column_decoder
+from tests.sources.binaryfolders import (
+    GOLDEN,
+    Library,
+    check_cuts,
+    check_stream,
+    edit_index,
+    expected,
+    plain,
+    read_all,
+    to_memory,
+    tokens,
+)
 
-from .binaryfolders import GOLDEN, check_cuts, check_stream, expected, plain, read_all, to_memory
-
-FOLDER = GOLDEN / "mds"
+LIBRARY = Library("mds")
+FOLDER, source, copy = LIBRARY.folder, LIBRARY.source, LIBRARY.copy
 PACKED = ["packed_zstd", "packed_gz", "packed_bz2", "packed_br", "packed_snappy"]
-
-
-def source(data, **more):
-    return Source("s", str(data), format="mds", **more)
-
-
-def copy(tmp_path, name):
-    return shutil.copytree(FOLDER / name, tmp_path / name)
-
-
-def edit_index(folder, change):
-    index = json.loads((folder / "index.json").read_text())
-    change(index)
-    (folder / "index.json").write_text(json.dumps(index))
-
-
-def tokens(records):
-    return [record["input_ids"].tolist() for record in records]
 
 
 @pytest.mark.parametrize("name", ["scalars", "arrays", "jsonl", "csv", *PACKED])

@@ -14,6 +14,23 @@ def manifest_of(rows, sizes):
     return Manifest((FileInfo("f", 1, 0),), np.array(units, UNIT), "parquet")
 
 
+@pytest.mark.parametrize(
+    ("asked", "has"),
+    [
+        ((), (0, 5)),
+        ((2,), (2, 5)),
+        ((2, 4), (2, 4)),
+        ((2, 9), (2, 5)),
+        ((7, 9), (5, 5)),
+        ((7,), (5, 5)),
+        ((4, 2), (2, 2)),
+    ],
+)
+def test_a_unit_has_no_rows_behind_its_last(asked, has):
+    manifest = manifest_of([3, 5], [1, 1])
+    assert manifest.rows_of(1, *asked) == (manifest.files[0], *has)
+
+
 def records_of(manifest, *, window_units, part_bytes, seed=0, epoch=0, shuffle=True, stream="train"):
     found = []
     for window in range(num_windows(manifest, window_units)):

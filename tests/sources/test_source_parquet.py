@@ -16,8 +16,7 @@ from megascale_lightning.errors import ConfigError, CorruptDataError, DataError,
 from megascale_lightning.sources import Source, build_manifest, make_reader
 from megascale_lightning.sources.formats.arrowcolumns import list_column, scalar_column, table_rows
 from megascale_lightning.sources.stores.filepool import FilePool
-
-from .remote_files import CountedFileSystem
+from tests.sources.remote_files import CountedFileSystem
 
 
 def write(path, rows, kind=None, row_group_size=3, **more):

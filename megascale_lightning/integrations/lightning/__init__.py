@@ -2,6 +2,7 @@
 
 from megascale_lightning.integrations.lightning.callback import MegaScaleStateCallback
 from megascale_lightning.integrations.lightning.datamodule import MegaScaleDataModule
+from megascale_lightning.integrations.lightning.feedback import LossFeedback
 from megascale_lightning.integrations.lightning.mixture import MixtureCallback
 
-__all__ = ["MegaScaleDataModule", "MegaScaleStateCallback", "MixtureCallback"]
+__all__ = ["LossFeedback", "MegaScaleDataModule", "MegaScaleStateCallback", "MixtureCallback"]

@@ -48,8 +48,9 @@ class MegaScaleDataModule(Positioned):
         rows: `PackedRows`, `PaddedRows` or `CollatedRows`.
         global_batch_size: Rows of one optimizer step: micro_batch_size x data-parallel size x accumulate_grad_batches.
             None takes what the trainer has at the first start, and keeps it in the state.
-        mixture: Weights by source name, in place of the sources' own; a `Mixture` also says what they are shares of.
-        weights: Single weights by source name, over those of `sources` and `mixture`; the others stay.
+        mixture: Weights by source name, in place of the sources' own; a `Mixture`, or the mapping of its settings, also
+            says what they are shares of, how they change by the step, and what ends the stream.
+        weights: Single weights by source name, over those of `sources` and `mixture`, at every step; the others stay.
         strategy: How rows are placed: `Balanced()` (default) or `RoundRobin()`, or its class_path and init_args.
         seed: Seed of every permutation and of the transforms.
         runtime: Where the roles run: in Ray actors, or all in this process (notebooks, debuggers).
@@ -93,7 +94,7 @@ class MegaScaleDataModule(Positioned):
         sources: Sources = (),
         rows: Rows,
         global_batch_size: int | None = None,
-        mixture: Mixture | Mapping[str, float] | None = None,
+        mixture: Mixture | Mapping[str, Any] | None = None,
         weights: Mapping[str, float] | None = None,
         strategy: Mapping[str, Any] | Strategy | None = None,
         seed: int = 0,

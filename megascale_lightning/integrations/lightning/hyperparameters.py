@@ -161,8 +161,9 @@ def _kept(value: Any) -> Any:
     if _is_ours(value):
         return _plain(value)
     if isinstance(value, (list, tuple)):
-        # A long list of anything but paths is data, not a setting.
-        return [_kept(item) for item in value] if len(value) <= _MANY or _is_texts(value) else f"<{len(value)} items>"
+        # A long list of anything but paths, and points of a schedule, is data, not a setting.
+        whole = len(value) <= _MANY or _is_texts(value) or _is_points(value)
+        return [_kept(item) for item in value] if whole else f"<{len(value)} items>"
     if isinstance(value, dict):
         return {str(key): _kept(item) for key, item in value.items()}
     if isinstance(value, (np.ndarray, np.generic)):
@@ -174,6 +175,10 @@ def _kept(value: Any) -> Any:
 
 def _is_texts(values: Sequence[Any]) -> bool:
     return all(isinstance(item, str) for item in values)
+
+
+def _is_points(values: Sequence[Any]) -> bool:
+    return all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], dict) for item in values)
 
 
 def _dotted(value: Any) -> str | None:

@@ -201,8 +201,7 @@ def check_end_of_training(config: LoaderConfig, trainer: Any, *, always: bool = 
     Raises:
         ConfigError: The message lists what may be set.
     """
-    weights = config.weights_of("train") if config.sources else {}
-    drawn = [source for source in config.streams().get("train", ()) if weights[source.name] > 0]
+    drawn = config.drawn("train") if config.sources else []
     finite = [source.name for source in drawn if source.epochs is not None]
     if goes_in_passes(config, trainer, always=always):
         if finite:
@@ -213,11 +212,11 @@ def check_end_of_training(config: LoaderConfig, trainer: Any, *, always: bool = 
             )
         return
     endless = [source.name for source in drawn if source.epochs is None]
-    if endless and not _has_limit(config, trainer):
+    if endless and config.shares.stop == "all" and not _has_limit(config, trainer):
         raise ConfigError(
             f"nothing ends this training: the sources {endless} are endless. Set one of Trainer(max_epochs=...) for "
             "passes over the data, Trainer(max_steps=...), Trainer(limit_train_batches=...), steps_per_epoch=..., "
-            "Trainer(max_time=...), or epochs= of every source"
+            "Trainer(max_time=...), epochs= of every source, or epochs= of one that a Mixture(stop=...) ends with"
         )
 
 

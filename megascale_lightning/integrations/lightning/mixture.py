@@ -17,7 +17,10 @@ class MixtureCallback(L.Callback):
     """Asks for new weights of the sources after every so many steps, and hands them to `set_mixture`.
 
     They take effect `mixture_lead_steps` later, so that the data do not depend on timing; a checkpoint in between holds
-    them already.
+    them already. From then on they take the place of a schedule of the mixture.
+
+    What asks may have a state of its own, as `LossFeedback` has: with `state_dict` and `load_state_dict` it is part of
+    the checkpoint.
 
     Args:
         weights: `weights(trainer, module, step)` gives weights by source name, those of sources that change, or None to
@@ -68,6 +71,17 @@ class MixtureCallback(L.Callback):
                 "by source name, or None to leave all as they are"
             )
         data.set_mixture(weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of what asks, where it has one."""
+        kept = getattr(self._weights, "state_dict", None)
+        return {} if kept is None else {"weights": kept()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give it back."""
+        load = getattr(self._weights, "load_state_dict", None)
+        if load is not None and "weights" in state_dict:
+            load(state_dict["weights"])
 
 
 def _data_of(trainer: L.Trainer) -> MegaScaleDataModule:

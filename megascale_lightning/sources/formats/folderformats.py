@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from megascale_lightning.errors import DataError
 from megascale_lightning.sources.formats import FORMATS
+from megascale_lightning.sources.formats.folders import INDEX_NAME, is_index
 from megascale_lightning.sources.formats.images.format import walk_files
 from megascale_lightning.sources.formats.webdataset.energon import find_file, is_prepared
 from megascale_lightning.sources.source import Source
@@ -17,7 +18,6 @@ from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_web
 
 __all__ = ["find_folder_format"]
 
-_INDEX_NAME: Final = "index.json"
 _INDEX_KEYS: Final = {"shards": "mds", "chunks": "litdata"}
 
 
@@ -33,14 +33,14 @@ def find_folder_format(source: Source, storage: Storage) -> str | None:
     path = _first_path(source.data, storage)
     if path is None:
         return None
-    if os.path.basename(path) == _INDEX_NAME:
+    if is_index(path):
         found = find_file(path, storage)
         return None if found is None else _of_index(found, storage)
     if _is_file(path, storage):
         return None
     if is_prepared(path, storage):
         return "webdataset"
-    index = find_file(f"{path}/{_INDEX_NAME}", storage)
+    index = find_file(f"{path}/{INDEX_NAME}", storage)
     kind = None if index is None else _of_index(index, storage)
     if kind is not None or is_web(path):
         return kind
@@ -73,7 +73,7 @@ def _of_content(path: str, storage: Storage) -> str | None:
     for info in walk_files(path, storage):
         if FORMATS["images"].ends(info.path):
             return "images"
-        kind = _of_index(info, storage) if os.path.basename(info.path) == _INDEX_NAME else None
+        kind = _of_index(info, storage) if is_index(info.path) else None
         if kind is not None:
             return kind
     return None

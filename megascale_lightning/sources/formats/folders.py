@@ -13,7 +13,7 @@ from megascale_lightning.sources.stores.files import NoFilesError, find_files, f
 from megascale_lightning.sources.stores.secrets import masked, without_secrets
 from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_web
 
-__all__ = ["INDEX_NAME", "find_indexes", "find_local", "find_named", "read_index"]
+__all__ = ["INDEX_NAME", "find_indexes", "find_local", "find_named", "index_before", "is_index", "read_index"]
 
 INDEX_NAME: Final = "index.json"
 
@@ -59,6 +59,16 @@ def _in_or_below(name: str, pattern: str, storage: Storage) -> Sequence[FileInfo
     return ()
 
 
+def is_index(path: str) -> bool:
+    """Whether a path or URL is that of an `index.json`."""
+    return os.path.basename(path) == INDEX_NAME
+
+
+def index_before(files: Sequence[FileInfo], number: int) -> int:
+    """Number of the `index.json` that file `number` of a source, which it names, comes behind."""
+    return next(at for at in range(number, -1, -1) if is_index(files[at].path))
+
+
 def find_named(name: str, index: FileInfo, basenames: Sequence[str], storage: Storage) -> list[FileInfo]:
     """The files of these names beside an index.
 
@@ -78,7 +88,7 @@ def find_named(name: str, index: FileInfo, basenames: Sequence[str], storage: St
         if storage.is_remote(index.path):
             return list(find_files(name, paths, storage))
         with ThreadPoolExecutor(_STAT_THREADS) as threads:
-            return list(threads.map(_stat, paths))
+            return list(threads.map(FileInfo.local, paths))
     except FileNotFoundError as error:
         raise DataError(
             f"source {name!r}: {error.filename} is missing, which {index.path} names; restore it"
@@ -90,18 +100,13 @@ def find_named(name: str, index: FileInfo, basenames: Sequence[str], storage: St
 def find_local(index: FileInfo, basename: str) -> FileInfo | None:
     """A file on this machine beside an index, None where there is none."""
     try:
-        return _stat(_beside(index, basename))
+        return FileInfo.local(_beside(index, basename))
     except FileNotFoundError:
         return None
 
 
 def _beside(index: FileInfo, basename: str) -> str:
     return index.path[: -len(INDEX_NAME)] + basename
-
-
-def _stat(path: str) -> FileInfo:
-    stat = os.stat(path)
-    return FileInfo(path, stat.st_size, stat.st_mtime_ns)
 
 
 def read_index(name: str, info: FileInfo, storage: Storage, key: str) -> dict[str, Any]:

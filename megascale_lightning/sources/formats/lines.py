@@ -340,7 +340,7 @@ class LineReader(SourceReader):
 
     def _open(self, unit: int) -> _RecordCursor:
         entry = self._manifest.units[unit]
-        info = self._manifest.files[int(entry["file"])]
+        info = self._manifest.file_of(unit)
         stop = None if codec_of(info.path) else int(entry["stop"])
         file = PlainFile(self._storage, info, int(entry["start"]))
         return _RecordCursor(file, stop, self._separator, self._word, self._max_bytes)

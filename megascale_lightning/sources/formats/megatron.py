@@ -26,7 +26,7 @@ from megascale_lightning.sources.formats.tokentables import token_lists
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.stores.files import find_files
+from megascale_lightning.sources.stores.files import find_files, flat_paths
 from megascale_lightning.sources.stores.secrets import without_secrets
 from megascale_lightning.sources.stores.spans import SpanFiles, unit_errors
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
@@ -164,7 +164,7 @@ class MegatronFormat(SourceFormat):
     def list_files(self, source: Source, storage: Storage) -> tuple[FileInfo, ...]:
         """See `SourceFormat`. Each `.idx` is followed by its `.bin`."""
         pairs: dict[str, tuple[FileInfo, FileInfo]] = {}
-        for pattern in _flat(source.data):
+        for pattern in flat_paths(source.data, source.name):
             for info in find_files(source.name, _with_suffix(pattern, storage), storage):
                 stem, suffix = os.path.splitext(info.path)
                 if suffix not in (".bin", ".idx"):
@@ -202,14 +202,6 @@ class MegatronFormat(SourceFormat):
     ) -> MegatronReader:
         """See `SourceFormat`."""
         return MegatronReader(source, manifest, columns, resources.storage)
-
-
-def _flat(data: Any) -> Iterator[str]:
-    if isinstance(data, (list, tuple)):
-        for item in data:
-            yield from _flat(item)
-    else:
-        yield os.fspath(data)
 
 
 def _with_suffix(pattern: str, storage: Storage) -> str:
@@ -284,9 +276,8 @@ class MegatronReader(SourceReader):
     def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
         """Records of a run of documents; see `SourceReader.read`."""
         entry = self._manifest.units[unit]
-        first, rows = int(entry["start"]), int(entry["rows"])
-        stop = rows if row_stop < 0 else min(row_stop, rows)
-        start = min(row_start, stop)
+        first = int(entry["start"])
+        _, start, stop = self._manifest.rows_of(unit, row_start, row_stop)
         with unit_errors(self._name, self._manifest, unit):
             table = self._table(int(entry["file"]), first + start, first + stop)
         return RecordBlock(unit=unit, row_start=start, num_rows=stop - start, table=table)

@@ -1,4 +1,4 @@
-"""`check_options`: refuses settings that a format does not have; `IS_BOOL`, `is_count`: what values may be."""
+"""`check_options`, `check_pickles`: refuse wrong settings; `IS_BOOL`, `is_count`: what values may be."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.source import Source
 
-__all__ = ["IS_BOOL", "check_options", "is_count"]
+__all__ = ["IS_BOOL", "check_options", "check_pickles", "is_count"]
 
 IS_BOOL: Final[tuple[str, Callable[[Any], bool]]] = ("True or False", lambda value: isinstance(value, bool))
 
@@ -41,3 +41,20 @@ def check_options(source: Source, kind: str, known: Mapping[str, tuple[str, Call
             raise ConfigError(
                 f"source {source.name!r}: the option {name!r} of format {kind!r} is {meaning}, not {value!r}"
             )
+
+
+def check_pickles(source: Source, where: str) -> None:
+    """Refuse pickles that `format_options` do not allow.
+
+    Args:
+        source: What the user declared.
+        where: What holds them, for the message.
+
+    Raises:
+        ConfigError: As said.
+    """
+    if not source.format_options.get("allow_pickle", False):
+        raise ConfigError(
+            f"{where} holds pickles, which run any code when they are read; leave it out with columns=(...), or "
+            'trust the data with format_options={"allow_pickle": True}'
+        )

@@ -14,11 +14,11 @@ from megascale_lightning.errors import DataError
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.formats.columnchecks import check_columns, needed_columns
 from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.formats.tablereader import TableReader
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.records import RecordBlock, SourceReader
+from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.corruption import is_corruption
-from megascale_lightning.sources.stores.filepool import attempt_read
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 from megascale_lightning.types import IntArray
 
@@ -149,42 +149,19 @@ class _SliceCursor:
         return pa.Table.from_batches(found, None if found else self._schema)
 
 
-class ParquetReader(SourceReader):
-    """`SourceReader` of Parquet files.
-
-    Args:
-        source: Named in messages.
-        manifest: Its files and units.
-        columns: What to read; None reads every column.
-        resources: Open files, shared with other readers, and what opens them.
-    """
-
-    def __init__(self, source: Source, manifest: Manifest, columns: Sequence[str] | None, resources: Resources) -> None:
-        self._name = source.name
-        self._manifest = manifest
-        self._columns = None if columns is None else list(columns)
-        self._pool, self._storage = resources.pool, resources.storage
-
-    def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
-        """Records of one row group as a table; see `SourceReader.read`."""
-        what = f"source {self._name!r}: {self._manifest.locate(unit)}"
-        return attempt_read(self._storage, what, lambda: self._read(unit, row_start, row_stop))
+class ParquetReader(TableReader):
+    """`SourceReader` of Parquet files; see `TableReader`."""
 
     def _read(self, unit: int, row_start: int, row_stop: int) -> RecordBlock:
         entry = self._manifest.units[unit]
-        info, rows = self._manifest.files[int(entry["file"])], int(entry["rows"])
-        stop = rows if row_stop < 0 else min(row_stop, rows)
-        start = min(row_start, stop)
+        info, start, stop = self._manifest.rows_of(unit, row_start, row_stop)
+        columns = None if self._columns is None else list(self._columns)
         with self._pool.lease(info, self._storage, _OpenParquet) as file:
-            if rows < 0:
+            if int(entry["rows"]) < 0:
                 raise pa.ArrowInvalid("corrupt: its footer could not be read when the run began")
-            check_columns(self._name, info.path, file.columns, self._columns or ())
-            table = file.read(int(entry["start"]), start, stop, self._columns)
+            check_columns(self._name, info.path, file.columns, columns or ())
+            table = file.read(int(entry["start"]), start, stop, columns)
         return RecordBlock(unit=unit, row_start=start, num_rows=table.num_rows, table=table)
-
-    def close(self) -> None:
-        """Close the idle files of the pool."""
-        self._pool.close()
 
 
 FORMAT: Final = ParquetFormat()

@@ -13,7 +13,7 @@ from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.stores.secrets import masked, without_secrets
 from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_url, is_web
 
-__all__ = ["NoFilesError", "expand_braces", "find_files", "flat_paths", "is_file_data"]
+__all__ = ["NoFilesError", "expand_braces", "expanded_paths", "find_files", "flat_paths", "is_file_data"]
 
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _LISTED_FROM: Final = 16
@@ -123,6 +123,16 @@ def flat_paths(data: Any, name: str | None = None) -> Iterator[str]:
         )
 
 
+def expanded_paths(data: Any, name: str) -> Iterator[str]:
+    """`flat_paths` of source `name`, with braces written out.
+
+    Raises:
+        ConfigError: There is something else.
+    """
+    for path in flat_paths(data, name):
+        yield from expand_braces(path)
+
+
 def _match_local(name: str, path: str, pattern: str) -> list[FileInfo]:
     path = os.path.abspath(os.path.expanduser(path))
     if os.path.isfile(path):
@@ -131,8 +141,7 @@ def _match_local(name: str, path: str, pattern: str) -> list[FileInfo]:
         paths = sorted(found for found in glob.glob(path, recursive=True) if os.path.isfile(found))
     if not paths:
         raise _nothing(name, path, pattern, is_dir=os.path.isdir(path))
-    stats = [(found, os.stat(found)) for found in paths]
-    return [FileInfo(found, stat.st_size, stat.st_mtime_ns) for found, stat in stats]
+    return [FileInfo.local(found) for found in paths]
 
 
 def _is_pattern(path: str) -> bool:

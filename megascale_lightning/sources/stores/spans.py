@@ -41,12 +41,6 @@ class SpanFiles:
         self._plain: OrderedDict[str, Buffer] = OrderedDict()
         self._lock = threading.Lock()
 
-    @property
-    def num_mapped(self) -> int:
-        """Files mapped now."""
-        with self._lock:
-            return len(self._mapped)
-
     def read(self, info: FileInfo, start: int = 0, stop: int = -1) -> Buffer:
         """Bytes [start, stop) of a file; -1 is its end. Those of a local file are its pages, not a copy.
 

@@ -63,6 +63,16 @@ class FileInfo:
     mtime_ns: int
     """0 where the store does not say; a hash of the entity tag where it says only that."""
 
+    @classmethod
+    def local(cls, path: str) -> FileInfo:
+        """A file or folder of this machine as it is now.
+
+        Raises:
+            OSError: It is not there, or cannot be looked at.
+        """
+        stat = os.stat(path)
+        return cls(path, stat.st_size, stat.st_mtime_ns)
+
 
 def is_url(path: str) -> bool:
     """Whether fsspec has to open it."""

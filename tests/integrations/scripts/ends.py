@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ def main() -> None:
     parser.add_argument("--in-place", action="store_true")
     parser.add_argument("--save-at-end", action="store_true")
     arguments = vars(parser.parse_args())
+    # A shell without job control starts what is in the background, the tests too, with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
     (arguments["out"] / f"pid{os.environ.get('LOCAL_RANK', 0)}").write_text(str(os.getpid()))

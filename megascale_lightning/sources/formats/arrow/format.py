@@ -26,11 +26,11 @@ from megascale_lightning.sources.formats.arrow.messages import (
 )
 from megascale_lightning.sources.formats.columnchecks import check_columns, needed_columns
 from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.formats.tablereader import TableReader
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.records import RecordBlock, SourceReader
+from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.corruption import is_corruption
-from megascale_lightning.sources.stores.filepool import attempt_read
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 from megascale_lightning.types import IntArray
 
@@ -308,30 +308,13 @@ class _Joined:
         self._buffers = []
 
 
-class ArrowReader(SourceReader):
-    """`SourceReader` of Arrow files and streams.
-
-    Args:
-        source: Named in messages.
-        manifest: Its files and units.
-        columns: What to read; None reads every column.
-        resources: Open files, shared with other readers, and what opens them.
-    """
-
-    def __init__(self, source: Source, manifest: Manifest, columns: Sequence[str] | None, resources: Resources) -> None:
-        self._name = source.name
-        self._manifest = manifest
-        self._columns = None if columns is None else tuple(columns)
-        self._pool, self._storage = resources.pool, resources.storage
-
-    def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
-        """Records of one unit as a table; see `SourceReader.read`."""
-        what = f"source {self._name!r}: {self._manifest.locate(unit)}"
-        return attempt_read(self._storage, what, lambda: self._read(unit, row_start, row_stop))
+class ArrowReader(TableReader):
+    """`SourceReader` of Arrow files and streams; see `TableReader`."""
 
     def _read(self, unit: int, row_start: int, row_stop: int) -> RecordBlock:
         entry = self._manifest.units[unit]
-        info, rows = self._manifest.files[int(entry["file"])], int(entry["rows"])
+        rows = int(entry["rows"])
+        info, start, stop = self._manifest.rows_of(unit, row_start, row_stop)
         with self._pool.lease(info, self._storage, _OpenArrow) as file:
             if rows < 0:
                 raise pa.ArrowInvalid(file.batches()[1] or "it was broken when the run began")
@@ -339,15 +322,9 @@ class ArrowReader(SourceReader):
             table = file.read(int(entry["start"]), int(entry["stop"]), self._columns)
             if table.num_rows != rows:
                 raise pa.ArrowInvalid(f"corrupt: it has {table.num_rows} rows, its headers say {rows}")
-            stop = rows if row_stop < 0 else min(row_stop, rows)
-            start = min(row_start, stop)
             if stop == rows:
                 file.forget()
         return RecordBlock(unit=unit, row_start=start, num_rows=stop - start, table=table.slice(start, stop - start))
-
-    def close(self) -> None:
-        """Close the idle files of the pool."""
-        self._pool.close()
 
 
 FORMAT: Final = ArrowFormat()

@@ -333,7 +333,7 @@ class CsvReader(SourceReader):
         )
 
     def _open(self, unit: int) -> CsvRecords:
-        info = self._manifest.files[int(self._manifest.units[unit]["file"])]
+        info = self._manifest.file_of(unit)
         records = self._layout.open(self._storage, info)
         if records.names and self._columns is not None:
             try:

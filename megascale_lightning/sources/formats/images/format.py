@@ -19,7 +19,7 @@ from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_option
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.stores.files import expand_braces, find_files, flat_paths
+from megascale_lightning.sources.stores.files import expanded_paths, find_files
 from megascale_lightning.sources.stores.secrets import without_secrets
 from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_web
 
@@ -109,11 +109,6 @@ def _is_metadata(path: str) -> bool:
     return os.path.basename(path) in METADATA_NAMES
 
 
-def _items(source: Source) -> Iterator[str]:
-    for path in flat_paths(source.data, source.name):
-        yield from expand_braces(path)
-
-
 def _root(item: str, storage: Storage) -> str:
     """The folder that paths are relative to: what is named, or what a pattern or file lies in."""
     if storage.is_remote(item):
@@ -133,7 +128,7 @@ def _root(item: str, storage: Storage) -> str:
 
 def _listed(source: Source, storage: Storage) -> Iterator[tuple[str, list[FileInfo]]]:
     """(root, files) of every item of `data`: images, and what lies beside them."""
-    for item in _items(source):
+    for item in expanded_paths(source.data, source.name):
         root = _root(item, storage)
         is_folder = not glob.has_magic(item) and not _is_image(item)
         if not storage.is_remote(item):
@@ -177,8 +172,7 @@ def walk_files(root: str, storage: Storage, *, is_deep: bool = True) -> Iterator
         for name in sorted(names):
             path = os.path.join(folder, name)
             if not name.startswith(".") and os.path.isfile(path):
-                stat = os.stat(path)
-                yield FileInfo(path, stat.st_size, stat.st_mtime_ns)
+                yield FileInfo.local(path)
 
 
 class ImagesReader(SourceReader):
@@ -247,7 +241,7 @@ class ImagesReader(SourceReader):
             if self._beside is None:
                 files = self._manifest.files
                 images = [info for info in files if _is_image(info.path)]
-                roots = [_root(item, self._storage) for item in _items(self._source)]
+                roots = [_root(item, self._storage) for item in expanded_paths(self._source.data, self._source.name)]
                 self._beside = (Captions(self._source.name, files, images, self._storage), roots)
             return self._beside
 

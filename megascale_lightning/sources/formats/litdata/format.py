@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any, Final
@@ -11,14 +10,13 @@ import numpy as np
 import pyarrow as pa
 
 from megascale_lightning.errors import DataError
-from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
-from megascale_lightning.sources.formats.folders import INDEX_NAME, find_indexes, find_local, find_named, read_index
+from megascale_lightning.sources.formats import Listing, Resources, SourceFormat, folders
 from megascale_lightning.sources.formats.litdata.chunks import Chunk, Layout, open_layout
 from megascale_lightning.sources.formats.litdata.items import ItemPlan, Packing, parse_plan
 from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_options
 from megascale_lightning.sources.formats.tokentables import token_lists
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.records import RecordBlock, SourceReader
+from megascale_lightning.sources.records import RecordBlock, SourceReader, block_of
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.spans import SpanFiles, decompress, unit_errors
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
@@ -41,9 +39,9 @@ class LitDataFormat(SourceFormat):
     def list_files(self, source: Source, storage: Storage) -> tuple[FileInfo, ...]:
         """See `SourceFormat`. Each `index.json` is followed by its chunks."""
         found: list[FileInfo] = []
-        for index in find_indexes(source.name, source.data, storage):
+        for index in folders.find_indexes(source.name, source.data, storage):
             names = [_stored_name(index, chunk, storage) for chunk in _Folder(source, index, storage).chunks]
-            found += [index, *find_named(source.name, index, names, storage)]
+            found += [index, *folders.find_named(source.name, index, names, storage)]
         return tuple(found)
 
     def list_units(self, source: Source, files: Sequence[FileInfo], storage: Storage) -> Listing:
@@ -52,7 +50,7 @@ class LitDataFormat(SourceFormat):
         transforms = source.is_transformed
         found = []
         for number, info in enumerate(files):
-            if os.path.basename(info.path) == INDEX_NAME:
+            if folders.is_index(info.path):
                 folder = _Folder(source, info, storage)
                 folder.plan.check_columns(source.name, source.columns or ())
                 if transforms or source.columns:
@@ -73,9 +71,13 @@ class LitDataFormat(SourceFormat):
 
 def _stored_name(index: FileInfo, chunk: Chunk, storage: Storage) -> str:
     """As written; or of the decompressed file, which LitData puts in its place where it read the folder itself."""
-    if chunk.plain_name == chunk.name or storage.is_remote(index.path) or find_local(index, chunk.name) is not None:
+    if (
+        chunk.plain_name == chunk.name
+        or storage.is_remote(index.path)
+        or folders.find_local(index, chunk.name) is not None
+    ):
         return chunk.name
-    plain = find_local(index, chunk.plain_name)
+    plain = folders.find_local(index, chunk.plain_name)
     return chunk.plain_name if plain is not None and plain.size in chunk.sizes else chunk.name
 
 
@@ -83,11 +85,11 @@ class _Folder:
     """One index: its chunks and how their items are read."""
 
     def __init__(self, source: Source, info: FileInfo, storage: Storage) -> None:
-        index = read_index(source.name, info, storage, "chunks")
+        index = folders.read_index(source.name, info, storage, "chunks")
         self.plan: ItemPlan
         self._name = source.name
         self.plan, self.chunks = parse_plan(source, info.path, index)
-        root = info.path[: -len(INDEX_NAME)]
+        root = info.path[: -len(folders.INDEX_NAME)]
         self.by_path = {root + name: chunk for chunk in self.chunks for name in (chunk.name, chunk.plain_name)}
         self.block_size: int | None = source.format_options.get("block_size")
 
@@ -124,12 +126,9 @@ class LitDataReader(SourceReader):
 
     def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
         """Records of one chunk; see `SourceReader.read`. Tokens and Arrow rows are tables, others a dict each."""
-        entry = self._manifest.units[unit]
-        info, rows = self._manifest.files[int(entry["file"])], int(entry["rows"])
-        stop = rows if row_stop < 0 else min(row_stop, rows)
-        start = min(row_start, stop)
+        info, start, stop = self._manifest.rows_of(unit, row_start, row_stop)
         with unit_errors(self._source.name, self._manifest, unit):
-            folder = self._folder(int(entry["file"]))
+            folder = self._folder(unit)
             folder.plan.check_columns(self._source.name, self._columns or ())
             layout = self._layout(info, folder)
             if folder.plan.is_tokens or layout.has_rows:
@@ -137,21 +136,11 @@ class LitDataReader(SourceReader):
                 return RecordBlock(unit=unit, row_start=start, num_rows=stop - start, table=table)
             items = list(layout.items(start, stop, folder.plan.packing is Packing.ITEM))
         decode = folder.plan.make_decoder(self._source, self._columns)
-        objects: list[Any] = []
-        failures: dict[int, str] = {}
-        raw: dict[int, bytes] = {}
-        for index, item in enumerate(items):
-            value, problem = decode(item)
-            objects.append(value)
-            if problem is not None:
-                failures[index], raw[index] = problem, bytes(item)
-        return RecordBlock(
-            unit=unit, row_start=start, num_rows=len(objects), objects=objects, failures=failures, raw=raw
-        )
+        return block_of(unit, start, ((*decode(item), item) for item in items))
 
-    def _folder(self, file: int) -> _Folder:
+    def _folder(self, unit: int) -> _Folder:
         files = self._manifest.files
-        at = next(at for at in range(file, -1, -1) if os.path.basename(files[at].path) == INDEX_NAME)
+        at = folders.index_before(files, int(self._manifest.units[unit]["file"]))
         with self._lock:
             if at not in self._folders:
                 self._folders[at] = _Folder(self._source, files[at], self._storage)

@@ -15,6 +15,7 @@ from megascale_lightning.sources.formats.columnchecks import check_columns
 from megascale_lightning.sources.formats.litdata.chunks import Chunk
 from megascale_lightning.sources.formats.litdata.codecs import Decoder, known_formats, leaf_decoder, token_dtype
 from megascale_lightning.sources.formats.litdata.trees import Tree, parse_tree
+from megascale_lightning.sources.formats.optionsets import check_pickles
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.storage import FileInfo
 
@@ -101,11 +102,8 @@ class ItemPlan:
 
     def _decoder(self, source: Source, leaf: str, form: str) -> Decoder:
         where = f"source {source.name!r}: {leaf or self.field!r} of {self.path}"
-        if form == "pickle" and not source.format_options.get("allow_pickle", False):
-            raise ConfigError(
-                f"{where} holds pickles, which run any code when they are read; leave it out with columns=(...), or "
-                'trust the data with format_options={"allow_pickle": True}'
-            )
+        if form == "pickle":
+            check_pickles(source, where)
         found = leaf_decoder(form)
         if found is None:
             raise ConfigError(f"{where} is stored as {form!r}; known are {', '.join(known_formats())}")

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
-from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
-from megascale_lightning.sources.formats.folders import INDEX_NAME, find_indexes, find_local, find_named, read_index
+from megascale_lightning.sources.formats import Listing, Resources, SourceFormat, folders
 from megascale_lightning.sources.formats.mds.shards import Shard, parse_shard
 from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_options
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.records import RecordBlock, SourceReader
+from megascale_lightning.sources.records import RecordBlock, SourceReader, block_of
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.spans import SpanFiles, decompress, unit_errors
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
@@ -38,11 +36,11 @@ class MdsFormat(SourceFormat):
     def list_files(self, source: Source, storage: Storage) -> tuple[FileInfo, ...]:
         """See `SourceFormat`. Each `index.json` is followed by its shards."""
         found: list[FileInfo] = []
-        for index in find_indexes(source.name, source.data, storage):
+        for index in folders.find_indexes(source.name, source.data, storage):
             is_local = not storage.is_remote(index.path)
             shards = [shard for shard in _shards(source, index, storage) if shard.num_records]
             names = [_stored_name(index, shard, is_local) for shard in shards]
-            found += [index, *find_named(source.name, index, names, storage)]
+            found += [index, *folders.find_named(source.name, index, names, storage)]
         return tuple(found)
 
     def list_units(self, source: Source, files: Sequence[FileInfo], storage: Storage) -> Listing:
@@ -52,7 +50,7 @@ class MdsFormat(SourceFormat):
         found = []
         shards: dict[str, Shard] = {}
         for number, info in enumerate(files):
-            if os.path.basename(info.path) == INDEX_NAME:
+            if folders.is_index(info.path):
                 shards = _by_path(source, info, storage)
                 continue
             shard = shards[info.path]
@@ -72,7 +70,7 @@ class MdsFormat(SourceFormat):
 
 
 def _shards(source: Source, info: FileInfo, storage: Storage) -> list[Shard]:
-    index = read_index(source.name, info, storage, "shards")
+    index = folders.read_index(source.name, info, storage, "shards")
     if index.get("version") != 2:
         raise ConfigError(f"source {source.name!r}: {info.path} is of version {index.get('version')!r}, not 2")
     return [parse_shard(source.name, info.path, entry) for entry in index["shards"]]
@@ -82,13 +80,13 @@ def _stored_name(index: FileInfo, shard: Shard, is_local: bool) -> str:
     """Of the compressed file, which is all that its writer keeps; or of the raw one that a reader put beside it."""
     if shard.packed is None:
         return shard.raw.name
-    raw = find_local(index, shard.raw.name) if is_local else None
+    raw = folders.find_local(index, shard.raw.name) if is_local else None
     return shard.raw.name if raw is not None and raw.size == shard.raw.size else shard.packed.name
 
 
 def _by_path(source: Source, info: FileInfo, storage: Storage) -> dict[str, Shard]:
     """Path of a shard, raw or compressed -> the shard."""
-    root = info.path[: -len(INDEX_NAME)]
+    root = info.path[: -len(folders.INDEX_NAME)]
     found: dict[str, Shard] = {}
     for shard in _shards(source, info, storage):
         found |= {root + stored.name: shard for stored in (shard.raw, shard.packed) if stored is not None}
@@ -117,34 +115,20 @@ class MdsReader(SourceReader):
 
     def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
         """Records of one shard, a dict each; see `SourceReader.read`."""
-        entry = self._manifest.units[unit]
-        info, rows = self._manifest.files[int(entry["file"])], int(entry["rows"])
-        stop = rows if row_stop < 0 else min(row_stop, rows)
-        start = min(row_start, stop)
-        shard = self._shard(int(entry["file"]))
+        info, start, stop = self._manifest.rows_of(unit, row_start, row_stop)
+        shard = self._shard(unit)
         shard.check_columns(self._source.name, self._columns or ())
         with unit_errors(self._source.name, self._manifest, unit):
             self._verify(info, shard)
             records = self._records(info, shard, start, stop)
         decode = shard.make_decoder(self._source, self._columns)
-        objects: list[Any] = []
-        failures: dict[int, str] = {}
-        raw: dict[int, bytes] = {}
-        for index, record in enumerate(records):
-            value, problem = decode(record)
-            objects.append(value)
-            if problem is not None:
-                failures[index], raw[index] = problem, bytes(record)
-        return RecordBlock(
-            unit=unit, row_start=start, num_rows=len(objects), objects=objects, failures=failures, raw=raw
-        )
+        return block_of(unit, start, ((*decode(record), record) for record in records))
 
-    def _shard(self, file: int) -> Shard:
-        files = self._manifest.files
+    def _shard(self, unit: int) -> Shard:
+        files, file = self._manifest.files, int(self._manifest.units[unit]["file"])
         with self._lock:
             if files[file].path not in self._shards:
-                at = next(at for at in range(file, -1, -1) if os.path.basename(files[at].path) == INDEX_NAME)
-                self._shards |= _by_path(self._source, files[at], self._storage)
+                self._shards |= _by_path(self._source, files[folders.index_before(files, file)], self._storage)
             return self._shards[files[file].path]
 
     def _verify(self, info: FileInfo, shard: Shard) -> None:
@@ -155,7 +139,7 @@ class MdsReader(SourceReader):
         expected = shard.stored_as(info).hashes[name]
         found = hashlib.new(name, self._files.read(info), usedforsecurity=False).hexdigest()
         if found != expected:
-            raise ValueError(f"its {name} is {found}, and {INDEX_NAME} says {expected}: it is damaged")
+            raise ValueError(f"its {name} is {found}, and {folders.INDEX_NAME} says {expected}: it is damaged")
         self._verified.add(info.path)
 
     def _records(self, info: FileInfo, shard: Shard, start: int, stop: int) -> Sequence[memoryview]:

@@ -13,6 +13,7 @@ import numpy as np
 from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.sources.formats.columnchecks import check_columns
 from megascale_lightning.sources.formats.mds.codecs import Decoder, column_decoder, known_encodings
+from megascale_lightning.sources.formats.optionsets import check_pickles
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.storage import FileInfo
 
@@ -162,11 +163,8 @@ class Shard:
 
     def _decoder(self, source: Source, name: str, encoding: str) -> Decoder:
         where = f"source {source.name!r}: column {name!r} of {self.raw.name}"
-        if encoding == "pkl" and not source.format_options.get("allow_pickle", False):
-            raise ConfigError(
-                f"{where} holds pickles, which run any code when they are read; leave it out with columns=(...), or "
-                'trust the data with format_options={"allow_pickle": True}'
-            )
+        if encoding == "pkl":
+            check_pickles(source, where)
         found = column_decoder(encoding)
         if found is None:
             raise ConfigError(f"{where} is encoded as {encoding!r}; known are {', '.join(known_encodings())}")

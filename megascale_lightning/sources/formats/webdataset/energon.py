@@ -12,7 +12,7 @@ from typing import Any, Final
 from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.sources.formats import FORMATS
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.stores.files import expand_braces, find_files
+from megascale_lightning.sources.stores.files import expand_braces, expanded_paths, find_files
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 
 __all__ = [
@@ -51,7 +51,7 @@ def is_meta(info: FileInfo) -> bool:
 def energon_folders(source: Source, storage: Storage) -> list[str]:
     """The prepared folders that `data` names, absolute or as URLs; none, if it names files."""
     found: list[str] = []
-    for item in _items(source.data):
+    for item in expanded_paths(source.data, source.name):
         path = item.rstrip("/") if storage.is_remote(item) else os.path.abspath(os.path.expanduser(item))
         is_file = FORMATS["webdataset"].ends(path) and not os.path.isdir(path)
         if not is_file and not glob.has_magic(path) and is_prepared(path, storage):
@@ -66,14 +66,6 @@ def is_prepared(folder: str, storage: Storage) -> bool:
     return _first(folder, _INFO, storage) is not None
 
 
-def _items(data: Any) -> Iterator[str]:
-    if isinstance(data, (list, tuple)):
-        for item in data:
-            yield from _items(item)
-    else:
-        yield from expand_braces(os.fspath(data))
-
-
 def _first(folder: str, names: Sequence[str], storage: Storage) -> FileInfo | None:
     paths = [f"{folder}/{META_FOLDER}/{name}" for name in names]
     return next((info for path in paths if (info := find_file(path, storage)) is not None), None)
@@ -84,10 +76,9 @@ def find_file(path: str, storage: Storage) -> FileInfo | None:
     if storage.is_remote(path):
         return storage.info(path)
     try:
-        stat = os.stat(path)
+        return FileInfo.local(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return FileInfo(path, stat.st_size, stat.st_mtime_ns)
 
 
 def list_shards(source: Source, folders: Sequence[str], storage: Storage) -> tuple[FileInfo, ...]:

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from megascale_lightning.sources.formats.webdataset.fields import SampleMaker, c
 from megascale_lightning.sources.formats.webdataset.samples import SampleWalk, ShardMemory, TarSample, merge_samples
 from megascale_lightning.sources.formats.webdataset.walk import TarStream, TarWalk
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.records import RecordBlock, SourceReader
+from megascale_lightning.sources.records import RecordBlock, SourceReader, block_of
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.plaintext import SLICED_BYTES, Cursors, codec_of
 from megascale_lightning.sources.stores.retry import is_refusal, is_transient
@@ -211,7 +211,7 @@ class WebDatasetReader(SourceReader):
 
     def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
         """Samples of one shard; see `SourceReader.read`."""
-        tools, info = self._tools(), self._info(unit)
+        tools, info = self._tools(), self._manifest.file_of(unit)
         if int(self._manifest.units[unit]["rows"]) >= 0:
             return self._block(unit, row_start, self._by_index(unit, row_start, row_stop, tools.maker))
         if _merges(self._source):
@@ -226,7 +226,7 @@ class WebDatasetReader(SourceReader):
 
     def read_slice(self, unit: int, index: int, slice_bytes: int) -> tuple[RecordBlock, bool]:
         """See `SourceReader.read_slice`."""
-        tools, info = self._tools(), self._info(unit)
+        tools, info = self._tools(), self._manifest.file_of(unit)
         start, stop = index * slice_bytes, (index + 1) * slice_bytes
         memory = self._memory(unit)
 
@@ -247,13 +247,12 @@ class WebDatasetReader(SourceReader):
         return self._block(unit, row, samples), at is None
 
     def _by_index(self, unit: int, row_start: int, row_stop: int, maker: SampleMaker) -> Iterator[TarSample]:
-        info, offsets = self._info(unit), self._index(unit)
-        rows = len(offsets) - 1
-        stop = rows if row_stop < 0 else min(row_stop, rows)
-        if row_start >= stop:
+        info, start, stop = self._manifest.rows_of(unit, row_start, row_stop)
+        offsets = self._index(unit)
+        if start >= stop:
             return
-        with closing(TarStream(self._storage, info, int(offsets[row_start]))) as stream:
-            for row in range(row_start, stop):
+        with closing(TarStream(self._storage, info, int(offsets[start]))) as stream:
+            for row in range(start, stop):
                 begin, end = int(offsets[row]), int(offsets[row + 1])
                 stream.seek(begin)
                 samples = SampleWalk(TarWalk(stream, end), None)
@@ -279,21 +278,11 @@ class WebDatasetReader(SourceReader):
                         sample.fail(why, more.raw)
                 yield sample
 
-    def _block(self, unit: int, row_start: int, samples: Sequence[TarSample] | Iterator[TarSample]) -> RecordBlock:
-        maker, url = self._tools().maker, self._info(unit).path
-        objects: list[Any] = []
-        failures: dict[int, str] = {}
-        raw: dict[int, bytes] = {}
-        for index, sample in enumerate(samples):
-            objects.append(maker.make(sample, url))
-            if sample.problem is not None:
-                failures[index], raw[index] = sample.problem, sample.raw
-        return RecordBlock(
-            unit=unit, row_start=row_start, num_rows=len(objects), objects=objects, failures=failures, raw=raw
-        )
-
-    def _info(self, unit: int) -> FileInfo:
-        return self._manifest.files[int(self._manifest.units[unit]["file"])]
+    def _block(self, unit: int, row_start: int, samples: Iterable[TarSample]) -> RecordBlock:
+        maker, url = self._tools().maker, self._manifest.file_of(unit).path
+        # Making a sample may find that it is broken.
+        made = ((maker.make(sample, url), sample.problem, sample.raw) for sample in samples)
+        return block_of(unit, row_start, made)
 
     def _tools(self) -> _Tools:
         with self._lock:
@@ -310,7 +299,7 @@ class WebDatasetReader(SourceReader):
     def _index(self, unit: int) -> npt.NDArray[np.int64]:
         def load() -> npt.NDArray[np.int64]:
             rows = int(self._manifest.units[unit]["rows"])
-            info = FileInfo(self._info(unit).path + _INDEX, 8 * (rows + 1), 0)
+            info = FileInfo(self._manifest.file_of(unit).path + _INDEX, 8 * (rows + 1), 0)
             with closing(self._storage.open(info)) as stream:
                 offsets = np.frombuffer(stream.read(), "<i8")
             if len(offsets) != rows + 1 or (np.diff(offsets) <= 0).any() or offsets[0] < 0:
