@@ -39,19 +39,30 @@ if TYPE_CHECKING:
         MegaScaleDataModule,
         MegaScaleStateCallback,
         MixtureCallback,
+        StepTimes,
     )
     from megascale_lightning.places.tree import ClientPlaceTree
-    from megascale_lightning.planning.costs import AttentionCost, TokenCost
+    from megascale_lightning.planning.calibration import CalibratedCost, CostCalibrator
+    from megascale_lightning.planning.costs import (
+        AttentionCost,
+        CostOf,
+        TokenCount,
+        TransformerCost,
+        ViTCost,
+    )
     from megascale_lightning.planning.strategies import Balanced, RoundRobin
 
 __all__ = [
     "AttentionCost",
     "Balanced",
     "BatchInfo",
+    "CalibratedCost",
     "ClientPlaceTree",
     "CollatedRows",
     "ConfigError",
     "CorruptDataError",
+    "CostCalibrator",
+    "CostOf",
     "DataError",
     "EmptySourceError",
     "ForkError",
@@ -75,8 +86,11 @@ __all__ = [
     "Source",
     "StalledError",
     "StateError",
+    "StepTimes",
     "StreamError",
-    "TokenCost",
+    "TokenCount",
+    "TransformerCost",
+    "ViTCost",
     "model_inputs",
     "reduce_loss",
 ]
@@ -86,14 +100,20 @@ _LAZY: Final = MappingProxyType(
         "AttentionCost": "planning.costs",
         "Balanced": "planning.strategies",
         "BatchInfo": "client.info",
+        "CalibratedCost": "planning.calibration",
         "ClientPlaceTree": "places.tree",
+        "CostCalibrator": "planning.calibration",
+        "CostOf": "planning.costs",
         "LossFeedback": "integrations.lightning",
         "MegaScaleDataModule": "integrations.lightning",
         "MegaScaleLoader": "client.loader",
         "MegaScaleStateCallback": "integrations.lightning",
         "MixtureCallback": "integrations.lightning",
         "RoundRobin": "planning.strategies",
-        "TokenCost": "planning.costs",
+        "StepTimes": "integrations.lightning",
+        "TokenCount": "planning.costs",
+        "TransformerCost": "planning.costs",
+        "ViTCost": "planning.costs",
         "model_inputs": "client.info",
         "reduce_loss": "client.loss",
     }

@@ -47,7 +47,7 @@ def test_no_dependency_is_pinned():
 
 def test_extras():
     extras = PROJECT["optional-dependencies"]
-    assert set(extras) == {"accelerate", "all", "bench", "cli", "dev", "hf", "http", "images", "video"}
+    assert set(extras) == {"accelerate", "all", "bench", "calibration", "cli", "dev", "hf", "http", "images", "video"}
     (everything,) = map(Requirement, extras["all"])
     assert everything.extras == set(extras) - {"all", "dev"}
 

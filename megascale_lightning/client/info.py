@@ -80,6 +80,11 @@ class BatchInfo:
         self._before = before
         self._after = after
 
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of the documents, int [n], row after row."""
+        return self._pieces["length"]
+
     def sample_ids(self) -> SampleIds:
         """Give per row the list of `(source, epoch, unit, row, start, stop)`; stop is -1 for a whole sample."""
         columns = [self._pieces[name].tolist() for name in ("source", "epoch", "unit", "row", "start", "stop")]

@@ -15,6 +15,7 @@ from megascale_lightning.errors import ConfigError, MegaScaleWarning
 from megascale_lightning.loading.loader import LoadedSource, SourceLoader
 from megascale_lightning.loading.quarantine import Quarantine, check_folder, quarantine_path
 from megascale_lightning.places.tree import ClientPlaceTree
+from megascale_lightning.planning.costs import fields_of
 from megascale_lightning.planning.planner import Planner
 from megascale_lightning.planning.strategies import Balanced, Strategy
 from megascale_lightning.rows import CollatedRows, Rows
@@ -141,6 +142,11 @@ def resolve_streams(
     strategy = config.strategy if config.strategy is not None else Balanced()
     if not isinstance(strategy, Strategy):
         raise ConfigError(f"strategy must be Balanced(), RoundRobin() or alike, not {strategy!r}")
+    if wanted := fields_of(strategy.cost):
+        raise ConfigError(
+            f"strategy: its cost wants the metadata {list(wanted)}, and the planner knows lengths alone: take a cost "
+            "by length, such as TransformerCost, or one that is fitted to lengths"
+        )
     total, num_microbatches = _resolve_step(config, tree, accumulate)
     if passes:
         _check_passes(config)
@@ -233,7 +239,8 @@ def _choose_reach(config: LoaderConfig, slots: int) -> tuple[int, int]:
     """
     lead = config.mixture_lead_steps
     window = config.plan_window or min(max(_WINDOW_SLOTS // slots, 1), _MAX_PLAN_WINDOW, max((lead - 1) // 2, 1))
-    ahead = min(2 * window, max(lead - 1 - window, 0)) if config.prefetch_steps is None else config.prefetch_steps
+    # One at least: a trainer that asks for a batch before it has taken the step of the last one would wait for itself.
+    ahead = min(2 * window, max(lead - 1 - window, 1)) if config.prefetch_steps is None else config.prefetch_steps
     if ahead + window + 1 > lead:
         raise ConfigError(
             f"prefetch_steps={ahead} and a plan_window of {window} reach {ahead + window + 1} steps ahead, and "

@@ -211,6 +211,15 @@ class TestRefusals:
         ):
             pass
 
+    @pytest.mark.parametrize(("settings", "least"), [({"mixture_lead_steps": 2}, 3), ({"plan_window": 31}, 33)])
+    def test_no_room_for_a_batch_read_ahead(self, mixed: Corpus, settings: Any, least: int) -> None:
+        """A trainer may ask for a batch before it has taken the step of the last one, and would wait for ever."""
+        with (
+            pytest.raises(ConfigError, match=f"mixture_lead_steps={least}$"),
+            World(config_for(mixed, prefetch_steps=None, **{"plan_window": None, **settings})),
+        ):
+            pass
+
 
 def test_a_change_every_step_leaves_a_small_state(tmp_path: Any) -> None:
     """What is past is not kept: after 100,000 changes the state is as small as after 40."""

@@ -30,7 +30,7 @@ from megascale_lightning import (
     PaddedRows,
     RoundRobin,
     Source,
-    TokenCost,
+    TokenCount,
 )
 from megascale_lightning.cli.configs import load_config
 from megascale_lightning.integrations.lightning.hyperparameters import plain, revived
@@ -207,12 +207,12 @@ class TestParsing:
         given = {
             "strategy": {
                 "class_path": "megascale_lightning.RoundRobin",
-                "init_args": {"cost": {"class_path": "megascale_lightning.TokenCost"}},
+                "init_args": {"cost": {"class_path": "megascale_lightning.TokenCount"}},
             },
             "mixture": {"weights": {"web": 1, "code": 1}, "unit": "tokens"},
         }
         config = run(config=settings(**given)).datamodule.config
-        assert config.strategy == RoundRobin(TokenCost())
+        assert config.strategy == RoundRobin(TokenCount())
         assert config.shares.unit == "tokens"
 
     def test_any_subclass(self) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale_lightning.planning.balancing import assign_greedily, lower_bound
-from megascale_lightning.planning.costs import AttentionCost, TokenCost
+from megascale_lightning.planning.costs import AttentionCost, TokenCount
 
 
 def long_tailed(count, seed=0):
@@ -55,5 +55,5 @@ def test_the_same_costs_give_the_same_bins():
 
 def test_costs_grow_with_length_and_attention_with_its_square():
     lengths = np.array([1, 1000, 49152])
-    assert TokenCost()(lengths).tolist() == [1.0, 1000.0, 49152.0]
+    assert TokenCount()(lengths).tolist() == [1.0, 1000.0, 49152.0]
     assert AttentionCost()(lengths)[2] == pytest.approx(2 * 49152)
