@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from megascale_lightning.errors import DataError
+from megascale_lightning.loading.owncopies import own_copy
 from megascale_lightning.loading.reasons import FILTERED, READ_ERROR, TRANSFORM_ERROR
-from megascale_lightning.loading.transforms import Failed, SampleRunner, attempt, retried, show_call
+from megascale_lightning.loading.transforms import (
+    UNREADABLE,
+    Failed,
+    SampleRunner,
+    attempt,
+    retried,
+    show_call,
+    unreadable_rows,
+)
 from megascale_lightning.sources.formats.arrowcolumns import column_rows
 from megascale_lightning.sources.functions import function_name, rng_is_keyword, takes_rng
 from megascale_lightning.sources.globalstates import lent_states, seeded
@@ -100,7 +109,15 @@ class BatchRunner:
         rows = [row for row in range(block.num_rows) if row not in failures]
         if not rows:
             return Columns(block.num_rows, [], {}, failures)
-        found = self._attempted(block, rows, epoch)
+        try:
+            found = self._attempted(block, rows, epoch)
+        except _UnreadableError:
+            bad = unreadable_rows(block.table)
+            failures |= {row: Failed(READ_ERROR, message) for row, message in bad.items()}
+            rows = [row for row in rows if row not in bad]
+            if not rows:
+                return Columns(block.num_rows, [], {}, failures)
+            found = self._attempted(block, rows, epoch)
         if isinstance(found, Failed):
             if self._raises:
                 shown = show_call(self._name, epoch, block.unit, block.row_start + rows[0])
@@ -126,18 +143,21 @@ class BatchRunner:
     def _attempted(self, block: RecordBlock, rows: Sequence[int], epoch: int) -> Any:
         """What the transform gave for these rows, or `Failed`. The seed is that of the first record, failed or not."""
         where = f"source {self._name!r}, unit {block.unit}, {_rows_text(block, rows)}"
-        columns = _columns_of(block, rows, where)
+        make = partial(_columns_of, block, rows, where)
+        ready = [make()]
         first = block.row_start + (rows[0] if len(rows) == 1 else 0)
         key = ("sample", self._seed, self._name, epoch, block.unit, first)
-        once = partial(attempt, partial(self._called, columns, key), TRANSFORM_ERROR, self.transform_name)
+        once = partial(attempt, partial(self._called, ready, make, key), TRANSFORM_ERROR, self.transform_name)
         if not self._lends:
             return retried(once, where)
         with lent_states():
             return retried(partial(seeded, derive_seed(*key), once), where)
 
-    def _called(self, columns: dict[str, Any], key: tuple[str | int, ...]) -> Any:
-        # A dict of its own for each attempt: the transform may change it.
-        columns = dict(columns)
+    def _called(
+        self, ready: list[dict[str, Any]], make: Callable[[], dict[str, Any]], key: tuple[str | int, ...]
+    ) -> Any:
+        # Values of its own for each attempt: the transform may change them.
+        columns = ready.pop() if ready else make()
         if not self._takes_rng:
             return self._transform(columns)
         rng = derive_generator(*key)
@@ -191,6 +211,10 @@ class BatchRunner:
         return found
 
 
+class _UnreadableError(Exception):
+    """A table holds values that python cannot."""
+
+
 def _rows_text(block: RecordBlock, rows: Sequence[int]) -> str:
     first, last = block.row_start + rows[0], block.row_start + rows[-1]
     return f"row {first}" if first == last else f"rows {first} to {last}"
@@ -200,7 +224,10 @@ def _columns_of(block: RecordBlock, rows: Sequence[int], where: str) -> dict[str
     """Field -> the values of the rows, a field that a record lacks as None."""
     if block.table is not None:
         table = block.table if len(rows) == block.num_rows else block.table.take(rows)
-        return {name: column_rows(table.column(index)) for index, name in enumerate(table.column_names)}
+        try:
+            return {name: column_rows(table.column(index)) for index, name in enumerate(table.column_names)}
+        except UNREADABLE as error:
+            raise _UnreadableError from error
     assert block.objects is not None
     objects = [block.objects[row] for row in rows]
     other = next((record for record in objects if not isinstance(record, Mapping)), None)
@@ -210,7 +237,7 @@ def _columns_of(block: RecordBlock, rows: Sequence[int], where: str) -> dict[str
             f"{type(other).__name__}: give dicts, or use `transform`, which gets a record as it is"
         )
     names = dict.fromkeys(name for record in objects for name in record)
-    return {name: [record.get(name) for record in objects] for name in names}
+    return {name: [own_copy(record.get(name)) for record in objects] for name in names}
 
 
 def _nowhere(columns: Sequence[Any], n: int) -> set[int]:
@@ -236,7 +263,8 @@ def _nulls(column: Any) -> set[int]:
 
 def _picked(column: Any, kept: Sequence[int]) -> Any:
     if hasattr(column, "null_count"):
-        return column.take(kept)
+        # There is no taking from a column without a type: all of it is null.
+        return column.take(kept) if len(kept) and str(column.type) != "null" else column.slice(0, len(kept))
     return column[kept] if hasattr(column, "dtype") else [column[index] for index in kept]
 
 

@@ -16,7 +16,7 @@ from megascale_lightning.loading.batched import Columns, as_list
 from megascale_lightning.loading.reasons import KEPT, READ_ERROR, TRANSFORM_ERROR
 from megascale_lightning.loading.samplefields import scatter_samples, stack_samples
 from megascale_lightning.loading.tokencolumns import token_column
-from megascale_lightning.loading.transforms import Failed
+from megascale_lightning.loading.transforms import UNREADABLE, Failed, unreadable_rows
 from megascale_lightning.sources.formats.arrowcolumns import is_number_list, list_column, list_value_type, scalar_column
 from megascale_lightning.types import Ragged
 
@@ -150,7 +150,13 @@ def from_table(where: str, table: Any, fields: Fields) -> Fragment:
             ragged, bad = list_column(column)
             built.samples[field] = stack_samples(np.split(ragged.values, ragged.offsets[1:-1]), table.num_rows)
         else:
-            built.samples[field], bad = scalar_column(column)
+            try:
+                built.samples[field], bad = scalar_column(column)
+            except UNREADABLE:
+                unreadable, bad = unreadable_rows(table.select([field])), {}
+                built.failures.update({row: Failed(READ_ERROR, problem) for row, problem in unreadable.items()})
+                rows = [row for row in range(table.num_rows) if row not in unreadable]
+                built.samples[field] = _stacked(rows, as_list(column.take(rows)), table.num_rows)
         built.fail(field, bad)
     lengths = None
     if isinstance(fields.length, str):

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -105,13 +105,20 @@ def _ordered(
             waiting.append((run, threads.submit(call, run)))
             if len(waiting) > ahead:
                 done, future = waiting.popleft()
-                yield done, future.result
+                yield done, partial(_result_of, future)
         while waiting:
             done, future = waiting.popleft()
-            yield done, future.result
+            yield done, partial(_result_of, future)
     finally:
         for _, future in waiting:
             future.cancel()
+
+
+def _result_of(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except CancelledError:
+        raise RuntimeFailure("the loader is shut down") from None
 
 
 class DaemonThreads:

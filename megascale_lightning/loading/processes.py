@@ -12,6 +12,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -31,6 +32,9 @@ __all__ = ["WorkerProcesses", "packed_answer", "packed_run", "unpacked_run"]
 
 _DEATHS: Final = 3
 """A run that so many processes die of is given up."""
+
+_DYING_S: Final = 1.0
+"""How long a process that let go of its socket may take to end with an exit code of its own."""
 
 _START: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -94,7 +98,7 @@ class WorkerProcesses:
                 is_sent = True
                 answer = worker.receive()
             except (EOFError, OSError):
-                code = worker.end()
+                code = worker.end(_DYING_S)
                 self._all.discard(worker)
                 if not self._end.alive:
                     raise RuntimeFailure("the loader is shut down") from None
@@ -143,9 +147,10 @@ class _Worker:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
             environment.setdefault(name, "1")
         numbers = [theirs.fileno(), lifeline, os.getpid()]
+        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])  # python heeds no others
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, json.dumps(sys.path), *map(str, numbers)],
+                [sys.executable, "-c", _START, path, *map(str, numbers)],
                 pass_fds=numbers[:2],
                 stdin=subprocess.DEVNULL,
                 env=environment,
@@ -180,9 +185,11 @@ class _Worker:
         self.was_used = True
         return answer
 
-    def end(self) -> int:
-        """Kill it, and give its exit code."""
+    def end(self, patience_s: float = 0.0) -> int:
+        """Kill it, unless it ends by itself until then, and give its exit code."""
         with self._ended:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
             self._process.kill()
             code = self._process.wait()
             if self._lifeline >= 0:
@@ -239,7 +246,7 @@ def packed_answer(call: Callable[[], Any]) -> bytes:
     """What a call gives, or raises, as bytes: its exception as text, since it may not pickle, or not be known there."""
     try:
         return pickled((None, call()))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also what the transform itself raises as a KeyboardInterrupt
         kind = type(error).__name__ if isinstance(error, MegaScaleError) else ""
         text = str(error) if kind else f"{type(error).__name__}: {error}"
         return pickle.dumps(((kind, text, "".join(traceback.format_exception(error))), None))

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.loading.transforms import UNREADABLE
 from megascale_lightning.sources.formats.arrowcolumns import table_rows
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.records import RecordBlock
@@ -209,7 +210,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     """An entry; None for what is none."""
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     whole = isinstance(entry, dict) and isinstance(entry.get("unit"), int) and isinstance(entry.get("row"), int)
     return entry if whole else None
@@ -251,7 +252,10 @@ def digest_of(block: RecordBlock, index: int) -> tuple[str | None, int]:
         content = block.raw[index]
         return hashlib.blake2b(content, digest_size=16).hexdigest(), len(content)
     if block.table is not None:
-        sample = table_rows(block.table.slice(index, 1))[0]
+        try:
+            sample = table_rows(block.table.slice(index, 1))[0]
+        except UNREADABLE:
+            return None, 0
     elif block.objects is None or block.lazy or block.objects[index] is None:
         return None, 0
     else:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
+import pyarrow as pa
+
 from megascale_lightning.errors import DataError
+from megascale_lightning.loading.owncopies import own_copy
 from megascale_lightning.loading.reasons import FILTERED, READ_ERROR, TRANSFORM_ERROR
+from megascale_lightning.sources.formats.arrowcolumns import column_rows, table_rows
 from megascale_lightning.sources.functions import function_name, rng_is_keyword, takes_rng
 from megascale_lightning.sources.globalstates import lent_states, seeded
 from megascale_lightning.sources.records import RecordBlock
@@ -17,11 +21,28 @@ from megascale_lightning.sources.seeding import derive_generator, derive_seed
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.retry import is_transient
 
-__all__ = ["Failed", "Place", "RemoteError", "SampleRunner", "attempt", "retried", "show_call", "takes_rng"]
+__all__ = [
+    "UNREADABLE",
+    "Failed",
+    "Place",
+    "RemoteError",
+    "SampleRunner",
+    "attempt",
+    "retried",
+    "show_call",
+    "takes_rng",
+    "unreadable_rows",
+]
 
 _T = TypeVar("_T")
 
 _ATTEMPTS: Final = 3
+
+UNREADABLE: Final = (ValueError, OverflowError, pa.ArrowNotImplementedError)
+"""What Arrow raises for a value that it cannot make a python object of."""
+
+_OF_RECORDS: Final = (UnicodeDecodeError, OverflowError)
+"""Those of them that the stored value alone is to blame for."""
 
 
 class RemoteError(Exception):
@@ -95,7 +116,8 @@ class SampleRunner:
         Raises:
             DataError: The transform gave no dict where one is due, or a device failed more than once.
         """
-        samples = block.samples()
+        samples, unreadable = _records_of(block)
+        block = replace(block, failures={**unreadable, **block.failures}) if unreadable else block
         uses_globals = block.lazy or (self._transform is not None and not self._takes_rng)
         if not uses_globals or self._thread_safe:
             return [
@@ -131,9 +153,8 @@ class SampleRunner:
 
     def _transformed(self, sample: Any, unit: int, row: int, epoch: int) -> Any:
         assert self._transform is not None
-        if type(sample) is dict:
-            # A dict of its own for each call: the transform may change it, and the record is needed again.
-            sample = dict(sample)
+        # For each call: the transform may change it, and the record is needed again.
+        sample = own_copy(sample)
         if not self._takes_rng:
             return self._transform(sample)
         rng = derive_generator("sample", self._seed, self._name, epoch, unit, row)
@@ -145,6 +166,36 @@ class SampleRunner:
             f"{what} gave a {type(sample).__name__} for unit {unit}, row {row}; a sample is one dict with input_ids, "
             "or None to drop it"
         )
+
+
+def _records_of(block: RecordBlock) -> tuple[Sequence[Any], dict[int, str]]:
+    """One record per row, and what is wrong with those whose values python cannot hold."""
+    try:
+        return block.samples(), {}
+    except UNREADABLE:
+        table: Any = block.table
+    unreadable = unreadable_rows(table)
+    records = [None if row in unreadable else table_rows(table.slice(row, 1))[0] for row in range(block.num_rows)]
+    return records, unreadable
+
+
+def unreadable_rows(table: Any) -> dict[int, str]:
+    """Row -> what is wrong with it, of a table whose values cannot all be had as python objects.
+
+    Raises:
+        DataError: Something else than a record is at fault, such as a missing package.
+    """
+    found: dict[int, str] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        for row in range(table.num_rows):
+            try:
+                column_rows(column.slice(row, 1))
+            except UNREADABLE as error:
+                problem = f"{name!r} cannot be read: {type(error).__name__}: {error}"
+                if not isinstance(error, _OF_RECORDS):
+                    raise DataError(problem) from error
+                found.setdefault(row, problem)
+    return found
 
 
 def show_call(source: str, epoch: int, unit: int, row: int) -> str:
@@ -169,8 +220,10 @@ def attempt(call: Callable[[], Any], reason: int, what: str) -> Any:
         if isinstance(error, MemoryError) or is_transient(error):
             raise _OutsideError(what, error) from error
         return Failed(reason, f"{what} failed: {type(error).__name__}: {error}", error)
-    except SystemExit as error:
-        # `sys.exit()` in a library must not end the loader's process without a word.
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # `sys.exit()` in a library, or a panic of one that is written in Rust, is the record's fault, too.
         return Failed(reason, f"{what} failed: {type(error).__name__}: {error}", error)
 
 

@@ -31,6 +31,8 @@ def main(channel: int, lifeline: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C means the parent, which ends us
     _end_with(parent, lifeline)
     connection = Connection(channel)
+    # What the transform forks must not answer in our place, nor keep the parent waiting when we are dead.
+    os.register_at_fork(after_in_child=connection.close)
     works: dict[int, Any] = {}
     while True:
         try:

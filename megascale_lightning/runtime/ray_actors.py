@@ -241,7 +241,7 @@ class SharedObjects:
 _GROUPS: Final[dict[type[RoleActor], dict[str, int]]] = {
     PlannerActor: {"ask": _ASK_THREADS, "tell": 1, "ctl": 4},
     ConstructorActor: {"ask": _ASK_THREADS, "tell": 1, "ctl": 4},
-    LoaderActor: {"data": 1, "take": 1, "ctl": 4},
+    LoaderActor: {"data": 2, "take": 1, "ctl": 4},
 }
 
 

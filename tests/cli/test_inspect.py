@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -447,3 +448,15 @@ class TestSettings:
             timeout=60,
         )
         assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+def test_a_name_that_is_no_text_is_shown(folder: Path) -> None:
+    """On a terminal that is strict about its encoding, too."""
+    (folder / os.fsdecode(b"\xff.jsonl")).write_text('{"input_ids": [1]}\n')
+    config = written({"web": {"data": "*.jsonl", "transform": None}})
+    code = f"import sys; from megascale_lightning.cli import main; sys.exit(main(['inspect', {config!r}]))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:strict"}
+    (folder / "docs.jsonl").unlink()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\udcff.jsonl" in done.stdout

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import time
 
 import numpy as np
 
@@ -102,3 +103,41 @@ def hangs(sample):
         file.write(str(os.getpid()))
     os.rename(path + ".new", path)
     time.sleep(1000)
+
+
+def unchanged(given):
+    return given
+
+
+class ForksOnce:
+    """Leaves a process behind that knows of nothing, and dies, as one does that there is no memory for."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, sample):
+        if sample["n"] == 3 and not os.path.exists(os.path.join(self.folder, "left")):
+            left = os.fork()
+            if not left:
+                signal.pause()
+            with open(os.path.join(self.folder, "left"), "w") as file:
+                file.write(str(left))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"input_ids": [sample["n"] + 1]}
+
+
+def forks_and_comes_back_twice(sample):
+    if sample["n"] == 3:
+        os.fork()
+    return {"input_ids": [sample["n"] + 1]}
+
+
+def raises_an_interrupt(sample):
+    raise KeyboardInterrupt("of its own")
+
+
+def exits(sample):
+    """As a process that still writes its core: what it held open is closed some time before it is gone."""
+    os.closerange(3, 256)
+    time.sleep(0.1)
+    os._exit(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import pickle
 import random
 
@@ -18,6 +19,8 @@ from megascale_lightning.loading import LoadedSource, SourceLoader
 from megascale_lightning.rows import CollatedRows, PackedRows
 from megascale_lightning.sources import Source, build_manifest
 from megascale_lightning.types import PartKey, TakeRequest
+
+from . import codes
 
 COUNT = 2300
 TEXTS = [f"{n} " + "x" * (n % 7) for n in range(COUNT)]
@@ -346,3 +349,52 @@ def test_records_without_fields_are_refused(on_error):
     problem = r"source 'web', unit 0, rows 0 to 2: transform_batched gets the fields .* one of these is a tuple"
     with pytest.raises(DataError, match=problem):
         meta_of(in_lists, pairs, on_error=on_error)
+
+
+def test_what_it_changed_before_it_failed_is_not_seen_when_records_are_tried_one_by_one(tmp_path):
+    """Each record of JSON lines gets its end once, whether or not a neighbour is bad."""
+    lines = [json.dumps({"n": n, "ids": [n]}) for n in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+
+    def with_end(columns):
+        for ids in columns["ids"]:
+            ids.append(9)
+        if 7 in columns["n"]:
+            raise ValueError("bad")
+        return {"input_ids": columns["ids"]}
+
+    found = ids_of(with_end, str(tmp_path / "a.jsonl"), on_error="skip")
+    assert found == {(0, n): [n, 9] for n in range(300) if n != 7}
+
+
+def test_a_column_of_nulls_drops_all_records(files):
+    loader, meta = meta_of(lambda columns: {"input_ids": pa.nulls(len(columns["n"]))}, files)
+    assert set(meta.reason.tolist()) == {meta.reasons.index("filtered")}
+    loader.shutdown()
+
+
+@pytest.mark.parametrize("executor", ["inline", "processes"])
+@pytest.mark.parametrize("setting", ["transform", "transform_batched", "sample_fields"])
+def test_text_that_is_no_utf8_is_a_failure_of_its_record(tmp_path, setting, executor):
+    """Parquet files may say of any bytes that they are text; the records beside it are good."""
+    offsets, content = np.array([0, 1, 2, 3], np.int32), b"a\xffc"
+    text = pa.StringArray.from_buffers(3, pa.py_buffer(offsets), pa.py_buffer(content))
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"input_ids": [[1], [2], [3]], "text": text}), path)
+    rows = PackedRows(64, 1, sample_fields=("text",))
+    more = {} if setting == "sample_fields" else {setting: codes.unchanged}
+
+    def describe(on_error):
+        source = Source("web", path, shuffle=False, on_error=on_error, executor=executor, **more)
+        loader = loader_for(source, rows)
+        try:
+            meta = loader.describe(PartKey("train", 0, 0, 0, 0))
+            return meta, loader.take([TakeRequest(meta.key, meta.pieces[meta.kept])])
+        finally:
+            loader.shutdown()
+
+    meta, block = describe("skip")
+    assert [meta.reasons[code] for code in meta.reason] == ["", "read_error", ""]
+    assert block.samples["text"].tolist() == ["a", "c"]
+    with pytest.raises(DataError, match=r"'web', .*parquet, unit 0, row 1: 'text' cannot be read: UnicodeDecodeError"):
+        describe("raise")

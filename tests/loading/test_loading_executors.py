@@ -359,3 +359,64 @@ def test_a_thread_that_takes_the_last_task_does_not_break_the_end():
     tasks = Taken()
     _end_threads(tasks)
     assert tasks.put_last == [None]
+
+
+def small_part(transform):
+    source = Source("web", [{"n": n} for n in range(600)], transform=transform, executor="processes", num_workers=1)
+    loader = loader_of(source, PackedRows(64, 1))
+    try:
+        meta = loader.describe(PartKey("train", 0, 0, 0, 0))
+        block = loader.take([TakeRequest(meta.key, meta.pieces)])
+        return dict(zip(meta.pieces["row"].tolist(), block.tokens["input_ids"].values.tolist(), strict=True))
+    finally:
+        loader.shutdown()
+
+
+def test_a_killed_worker_whose_children_live_on_is_replaced(tmp_path):
+    """They would hold its end of the socket: the death would never be seen."""
+    try:
+        assert small_part(codes.ForksOnce(str(tmp_path))) == {n: n + 1 for n in range(600)}
+    finally:
+        psutil.Process(int((tmp_path / "left").read_text())).kill()
+
+
+def test_a_child_that_comes_back_from_the_transform_does_not_answer_too():
+    assert small_part(codes.forks_and_comes_back_twice) == {n: n + 1 for n in range(600)}
+
+
+def test_a_worker_that_ends_by_itself_tells_its_exit_code():
+    with pytest.raises(DataError, match=r"'web', .*rows 0 to 249: 3 worker processes died .* exit code 5"):
+        small_part(codes.exits)
+
+
+def test_an_interrupt_that_a_transform_raises_is_an_error_of_it():
+    with pytest.raises(DataError, match=r"'web', .*KeyboardInterrupt: of its own"):
+        small_part(codes.raises_an_interrupt)
+
+
+def test_paths_that_are_no_text_do_not_keep_workers_from_starting(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("elsewhere")])
+    assert len(small_part(codes.where_it_runs)) == 600
+
+
+def test_what_was_cancelled_by_the_end_says_so():
+    """A run that waits for a thread when the loader is shut down by another thread."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def waits(sample, rng):
+        begun.set()
+        go_on.wait(10)
+        return {"input_ids": [1]}
+
+    source = Source("web", [], transform=waits, executor="threads", num_workers=1)
+    work = type(process_work(codes.with_rng))
+    work = work(**{**process_work(codes.with_rng).__getstate__(), "source": source})
+    executors = Executors()
+    made = executors.each(work, runs_of(2))
+    ended = threading.Thread(target=lambda: (begun.wait(10), executors.close(), go_on.set()))
+    ended.start()
+    _, first = next(made)
+    first()
+    with pytest.raises(RuntimeFailure, match="the loader is shut down"):
+        [result() for _, result in made]
+    ended.join()

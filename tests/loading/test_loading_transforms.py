@@ -353,3 +353,40 @@ def test_a_transform_may_change_its_sample():
 
     assert ids_by_row(pops, data) == {n: [n] for n in range(12)}  # made twice
     assert data == [{"n": n} for n in range(12)]
+
+
+def test_a_panic_of_a_library_is_a_failure_of_the_sample():
+    class Panic(BaseException):
+        """As libraries written in Rust raise it."""
+
+    def panics(sample):
+        if sample["n"] == 1:
+            raise Panic("index out of bounds")
+        return {"input_ids": [1]}
+
+    with pytest.raises(DataError, match=r"'web', <dataset>, unit 0, row 1: transform .*panics.* failed: Panic"):
+        meta_of(panics)
+    assert meta_of(panics, on_error="skip").kept.tolist() == [True, False, True]
+
+
+def test_what_a_transform_changes_in_place_is_its_own():
+    """Also where it is called again for the same record: behind an error that passes, or in the next epoch."""
+    records = [{"n": n, "ids": [n, [n]], "array": np.zeros(2, np.int64)} for n in range(3)]
+    failures = [TimeoutError("passes")]
+
+    def changes(sample):
+        sample["ids"].append(7)
+        sample["ids"][1].append(7)
+        sample["array"] += 1
+        if sample["n"] == 1 and failures:
+            raise failures.pop()
+        return {"input_ids": [len(sample["ids"]), len(sample["ids"][1]), *sample["array"]]}
+
+    source = Source("web", records, transform=changes, shuffle=False)
+    loaded = LoadedSource(source, build_manifest(source))
+    loader = SourceLoader({"train": [loaded]}, {"train": PackedRows(64, 1)}, 0, 4, 1 << 20, 1 << 20)
+    for epoch in range(2):
+        meta = loader.describe(PartKey("train", 0, epoch, 0, 0))
+        block = loader.take([TakeRequest(meta.key, meta.pieces)])
+        assert block.tokens["input_ids"].values.reshape(3, 4).tolist() == [[3, 2, 1, 1]] * 3
+    assert not failures

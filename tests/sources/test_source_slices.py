@@ -207,6 +207,33 @@ class TestCursors:
         assert cursor.closed
         assert cursors.num_open == 0
 
+    def test_a_slice_that_is_being_read_is_waited_for_by_those_behind_it(self):
+        cursors, found = Cursors(), {}
+
+        def use(index):
+            found[index] = self.use(cursors, "a", index)
+
+        behind, earlier = (threading.Thread(target=use, args=(index,)) for index in (4, 2))
+        with cursors.at("a", 3, Counter) as cursor:
+            behind.start()
+            earlier.start()
+            earlier.join()
+            behind.join(0.2)
+            assert list(found) == [2], "what lies before it is read from the start"
+            assert self.use(cursors, "b", 9) is not cursor
+            cursor.next_index = 4
+        behind.join()
+        assert found[4] is cursor
+        assert found[2] is not cursor
+
+    def test_a_slice_that_failed_keeps_nobody_waiting(self):
+        cursors = Cursors()
+        with pytest.raises(KeyError), cursors.at("a", 0, Counter):
+            raise KeyError
+        with pytest.raises(TypeError), cursors.at("a", 0, lambda: len(1)):
+            pass
+        assert self.use(cursors, "a", 1).next_index == 2
+
     def test_one_in_use_is_closed_when_it_comes_back(self):
         cursors = Cursors()
         with cursors.at("a", 0, Counter) as cursor:

@@ -33,7 +33,9 @@ _T = TypeVar("_T")
 
 
 class FilePool:
-    """Open files, least recently used closed first. Thread-safe.
+    """Open files, least recently used closed first. Thread-safe; a file is open once, and serves one thread at a time.
+
+    Of a file that is decoded front to back two threads would each decode all of it; by turns they decode it once.
 
     Args:
         limit: Files that stay open; one that is in use is not closed.
@@ -42,18 +44,18 @@ class FilePool:
     def __init__(self, limit: int = MAX_OPEN_FILES) -> None:
         self._limit = limit
         self._idle: OrderedDict[Hashable, tuple[OpenFile, Storage]] = OrderedDict()
-        self._leased = 0
-        self._lock = threading.Lock()
+        self._leased: set[Hashable] = set()
+        self._turns = threading.Condition()
 
     @property
     def num_open(self) -> int:
         """Files open now."""
-        with self._lock:
-            return len(self._idle) + self._leased
+        with self._turns:
+            return len(self._idle) + len(self._leased)
 
     @contextmanager
     def lease(self, info: FileInfo, storage: Storage, opener: Callable[[FileInfo, Storage], _F]) -> Iterator[_F]:
-        """The file for one thread alone; it is closed where the block raises.
+        """The file for one thread alone, which waits for its turn; it is closed where the block raises.
 
         Args:
             info: The file.
@@ -62,39 +64,38 @@ class FilePool:
         """
         # Two sources may mean different files by one remote path; the entry keeps its storage, and so its id.
         key = (opener, info.path, id(storage) if storage.is_remote(info.path) else None)
-        with self._lock:
+        with self._turns:
+            self._turns.wait_for(lambda: key not in self._leased)
             found = self._idle.pop(key, None)
-            self._leased += 1
+            self._leased.add(key)
             self._shrink()
         handle = None if found is None else cast("_F", found[0])
+        is_fine = False
         try:
             if handle is None:
                 handle = opener(info, storage)
             else:
                 storage.check_unchanged(info)
             yield handle
-        except BaseException:
-            if handle is not None:
+            is_fine = True
+        finally:
+            if handle is not None and not is_fine:
                 handle.close()
-            with self._lock:
-                self._leased -= 1
-            raise
-        with self._lock:
-            self._leased -= 1
-            twin = self._idle.pop(key, None)
-            self._idle[key] = (handle, storage)
-            self._shrink()
-        if twin is not None:
-            twin[0].close()
+            with self._turns:
+                self._leased.discard(key)
+                if handle is not None and is_fine:
+                    self._idle[key] = (handle, storage)
+                self._shrink()
+                self._turns.notify_all()
 
     def _shrink(self) -> None:
-        while self._idle and len(self._idle) + self._leased > self._limit:
+        while self._idle and len(self._idle) + len(self._leased) > self._limit:
             _, (handle, _) = self._idle.popitem(last=False)
             handle.close()
 
     def close(self) -> None:
         """Close what is idle."""
-        with self._lock:
+        with self._turns:
             idle: list[Any] = [handle for handle, _ in self._idle.values()]
             self._idle.clear()
         for handle in idle:

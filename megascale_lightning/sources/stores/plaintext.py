@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import io
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Final, Generic, Protocol, TypeVar, cast
@@ -234,6 +235,8 @@ _C = TypeVar("_C", bound=Cursor)
 class Cursors(Generic[_C]):
     """A few cursors that stay open, least recently used closed first. Thread-safe; a cursor is used by one at a time.
 
+    Who wants what lies behind a slice that is being read waits for its cursor: another would read all before it again.
+
     Args:
         limit: Cursors that stay open.
     """
@@ -241,13 +244,14 @@ class Cursors(Generic[_C]):
     def __init__(self, limit: int = 4) -> None:
         self._limit = limit
         self._idle: list[tuple[Hashable, _C]] = []
+        self._busy: Counter[tuple[Hashable, int]] = Counter()
         self._generation = 0
-        self._lock = threading.Lock()
+        self._turns = threading.Condition()
 
     @property
     def num_open(self) -> int:
         """Cursors that are open and not in use."""
-        with self._lock:
+        with self._turns:
             return len(self._idle)
 
     @contextmanager
@@ -261,22 +265,29 @@ class Cursors(Generic[_C]):
             index: The slice that is wanted.
             make: A cursor at slice 0.
         """
-        with self._lock:
+        with self._turns:
+            self._turns.wait_for(lambda: not any(held == key and at < index for held, at in self._busy))
             generation = self._generation
             fit = [entry for entry in self._idle if entry[0] == key and entry[1].next_index <= index]
             best = max(fit, key=lambda entry: entry[1].next_index, default=None)
             if best is not None:
                 self._idle = [entry for entry in self._idle if entry[1] is not best[1]]
-        cursor = make() if best is None else best[1]
+            self._busy[key, index] += 1
         try:
-            yield cursor
-        except BaseException:
-            cursor.close()
-            raise
-        self._put_back(key, cursor, generation)
+            cursor = make() if best is None else best[1]
+            try:
+                yield cursor
+            except BaseException:
+                cursor.close()
+                raise
+            self._put_back(key, cursor, generation)
+        finally:
+            with self._turns:
+                self._busy -= Counter([(key, index)])
+                self._turns.notify_all()
 
     def _put_back(self, key: Hashable, cursor: _C, generation: int) -> None:
-        with self._lock:
+        with self._turns:
             if generation == self._generation:
                 self._idle.append((key, cursor))
                 surplus = self._idle[: -self._limit]
@@ -288,7 +299,7 @@ class Cursors(Generic[_C]):
 
     def close(self) -> None:
         """Close all of them, those in use when they come back."""
-        with self._lock:
+        with self._turns:
             self._generation += 1
             idle, self._idle = self._idle, []
         for _, cursor in idle:

@@ -22,6 +22,7 @@ __all__ = [
     "ShortReadError",
     "is_refusal",
     "is_transient",
+    "is_unsupported",
     "status_of",
 ]
 
@@ -95,6 +96,11 @@ def is_refusal(error: BaseException) -> bool:
     """Whether a store does not let these credentials do it."""
     status = next((status_of(cause) for cause in (error, error.__cause__) if cause and status_of(cause)), None)
     return isinstance(error, PermissionError) or status in (401, 403) or "ACCESS_DENIED" in str(error)
+
+
+def is_unsupported(error: BaseException) -> bool:
+    """Whether a store, or Arrow's file system of it, cannot do this at all, now or later."""
+    return any(kind.__name__.startswith("NotImplemented") for kind in type(error).__mro__)
 
 
 def status_of(error: BaseException) -> int | None:

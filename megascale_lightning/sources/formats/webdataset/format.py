@@ -23,7 +23,7 @@ from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader, block_of
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.plaintext import SLICED_BYTES, Cursors, codec_of
-from megascale_lightning.sources.stores.retry import is_refusal, is_transient
+from megascale_lightning.sources.stores.retry import is_refusal, is_transient, is_unsupported
 from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_web
 
 __all__ = ["FORMAT", "WebDatasetFormat", "WebDatasetReader"]
@@ -113,8 +113,8 @@ def _remote_sizes(parent: str, storage: Storage) -> Mapping[str, int]:
     def look() -> list[Any]:
         try:
             return list(fs.ls(inside, detail=True))
-        except (OSError, NotImplementedError) as error:
-            lasts = isinstance(error, (FileNotFoundError, NotImplementedError)) or is_refusal(error)
+        except Exception as error:
+            lasts = isinstance(error, FileNotFoundError) or is_refusal(error) or is_unsupported(error)
             if is_transient(error) or not lasts:
                 raise  # the units would depend on a network that fails
             logger.info("%s cannot be listed, so that no index is looked for beside its shards: %s", parent, error)
