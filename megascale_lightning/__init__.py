@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         TransformerCost,
         ViTCost,
     )
+    from megascale_lightning.planning.dgraph import DGraph
     from megascale_lightning.planning.strategies import Balanced, RoundRobin
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "CorruptDataError",
     "CostCalibrator",
     "CostOf",
+    "DGraph",
     "DataError",
     "EmptySourceError",
     "ForkError",
@@ -104,6 +106,7 @@ _LAZY: Final = MappingProxyType(
         "ClientPlaceTree": "places.tree",
         "CostCalibrator": "planning.calibration",
         "CostOf": "planning.costs",
+        "DGraph": "planning.dgraph",
         "LossFeedback": "integrations.lightning",
         "MegaScaleDataModule": "integrations.lightning",
         "MegaScaleLoader": "client.loader",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from megascale_lightning.mixtures import WeightSchedule
 from megascale_lightning.rows import Rows
-from megascale_lightning.types import FloatArray, LoaderState
+from megascale_lightning.types import ORDER_VERSION, PIECE, SOURCE_STATE, FloatArray, LoaderState
 
-__all__ = ["SourceSpec", "StreamSpec"]
+__all__ = ["SourceSpec", "StreamSpec", "initial_state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +102,18 @@ class StreamSpec:
             if left:
                 found[index] = left
         return found
+
+
+def initial_state(spec: StreamSpec) -> LoaderState:
+    """The state before the first step of a stream."""
+    names = "\0".join([str(ORDER_VERSION), *(source.name for source in spec.sources)])
+    sources = np.zeros(len(spec.sources), SOURCE_STATE)
+    sources["weight"] = [source.weight for source in spec.sources]
+    return LoaderState(
+        step=0,
+        ended=False,
+        sources=sources,
+        dropped=tuple({} for _ in spec.sources),
+        carry=np.empty(0, PIECE),
+        certificate=hashlib.blake2b(names.encode(), digest_size=32).digest(),
+    )

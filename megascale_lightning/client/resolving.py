@@ -16,8 +16,9 @@ from megascale_lightning.loading.loader import LoadedSource, SourceLoader
 from megascale_lightning.loading.quarantine import Quarantine, check_folder, quarantine_path
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.costs import fields_of
+from megascale_lightning.planning.dgraph import declared_by
 from megascale_lightning.planning.planner import Planner
-from megascale_lightning.planning.strategies import Balanced, Strategy
+from megascale_lightning.planning.strategies import Balanced
 from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.runtime.pickling import dump, dumps
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
@@ -140,9 +141,7 @@ def resolve_streams(
         ConfigError: `global_batch_size` does not fit them, the strategy is none, or the mixture does not go in passes.
     """
     strategy = config.strategy if config.strategy is not None else Balanced()
-    if not isinstance(strategy, Strategy):
-        raise ConfigError(f"strategy must be Balanced(), RoundRobin() or alike, not {strategy!r}")
-    if wanted := fields_of(strategy.cost):
+    if wanted := fields_of(declared_by(strategy).cost):
         raise ConfigError(
             f"strategy: its cost wants the metadata {list(wanted)}, and the planner knows lengths alone: take a cost "
             "by length, such as TransformerCost, or one that is fitted to lengths"

@@ -29,13 +29,12 @@ from megascale_lightning.config import LoaderConfig
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.loading.showing import ShownSample
 from megascale_lightning.places.tree import ClientPlaceTree
-from megascale_lightning.planning.stepping import initial_state
 from megascale_lightning.rows import CollatedRows
 from megascale_lightning.runtime.port import BatchPort, Runtime
 from megascale_lightning.sources.functions import takes_rng
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.storage import FileInfo
-from megascale_lightning.streams import StreamSpec
+from megascale_lightning.streams import StreamSpec, initial_state
 from megascale_lightning.types import LoaderState
 
 __all__ = ["LoadingSession"]

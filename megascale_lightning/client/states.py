@@ -26,8 +26,7 @@ from megascale_lightning.checkpointing.state import (
 )
 from megascale_lightning.config import LoaderConfig
 from megascale_lightning.errors import StateError
-from megascale_lightning.planning.stepping import initial_state
-from megascale_lightning.streams import StreamSpec
+from megascale_lightning.streams import StreamSpec, initial_state
 from megascale_lightning.types import LoaderState
 from megascale_lightning.version import __version__
 

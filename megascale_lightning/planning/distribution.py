@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_lightning.planning.balancing import lower_bound
-from megascale_lightning.planning.strategies import RoundRobin
+from megascale_lightning.planning.costs import CostFunction, cost_of_documents, cost_of_rows
+from megascale_lightning.planning.twolevel import Sync, assign_in_turn, assign_two_levels
 from megascale_lightning.rows import PackedRows
 from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import FloatArray, IntArray
@@ -30,40 +31,39 @@ class Distribution:
     balance: Mapping[str, float]
 
 
-def distribute(spec: StreamSpec, lengths: IntArray, row_offsets: IntArray) -> Distribution:
+def distribute(
+    spec: StreamSpec, lengths: IntArray, row_offsets: IntArray, cost: CostFunction, sync: Sync | None
+) -> Distribution:
     """Give every row of a step a place; every group gets the same number of microbatches, filler makes up the rest.
 
     Args:
         spec: The stream.
         lengths: Tokens of the pieces, row after row.
         row_offsets: int64 [rows + 1] into `lengths`; empty rows are filler.
+        cost: Of a piece.
+        sync: What is made even; None deals the rows in turn.
     """
-    piece_costs = np.concatenate([[0.0], np.cumsum(spec.strategy.cost(lengths))])
-    row_costs = np.diff(piece_costs[row_offsets])
     real = np.flatnonzero(np.diff(row_offsets) > 0)
-    slots = spec.num_groups * spec.num_microbatches * spec.rows.micro_batch_size
-    rows = np.full(slots, -1, dtype=np.int64)
+    rows = np.full(spec.num_groups * spec.num_microbatches * spec.rows.micro_batch_size, -1, dtype=np.int64)
     rows[: len(real)] = real
     if not isinstance(spec.rows, PackedRows):
-        return _distribute_by_length(spec, rows, row_offsets, lengths)
-    costs = np.zeros(slots)
-    costs[: len(real)] = row_costs[real]
-    return _distribute_packed(spec, rows, costs)
+        return _distribute_by_length(spec, rows, row_offsets, lengths, cost, sync)
+    costs = np.zeros(len(rows))
+    costs[: len(real)] = cost_of_rows(cost, lengths, row_offsets)[real]
+    return _distribute_packed(spec, rows, costs, sync)
 
 
-def _distribute_packed(spec: StreamSpec, rows: IntArray, costs: FloatArray) -> Distribution:
-    micro = spec.rows.micro_batch_size
-    per_group = spec.num_microbatches * micro
-
-    placed = np.empty((spec.num_groups, spec.num_microbatches, micro), dtype=np.int64)
-    for index, members in enumerate(spec.strategy.assign(costs, num_bins=spec.num_groups, per_bin=per_group)):
-        batches = spec.strategy.assign(costs[members], num_bins=spec.num_microbatches, per_bin=micro)
-        placed[index] = members[batches]
-    before = costs[RoundRobin().assign(costs, num_bins=spec.num_groups, per_bin=per_group)].sum(axis=1)
+def _distribute_packed(spec: StreamSpec, rows: IntArray, costs: FloatArray, sync: Sync | None) -> Distribution:
+    shape = spec.num_groups, spec.num_microbatches, spec.rows.micro_batch_size
+    dealt = assign_in_turn(*shape)
+    placed = dealt if sync is None else _assign(costs, shape, sync)
+    before = costs[dealt].sum(axis=(1, 2))
     return _report(rows[placed], costs[placed].sum(axis=(1, 2)), before, lower_bound(costs, spec.num_groups))
 
 
-def _distribute_by_length(spec: StreamSpec, rows: IntArray, row_offsets: IntArray, lengths: IntArray) -> Distribution:
+def _distribute_by_length(
+    spec: StreamSpec, rows: IntArray, row_offsets: IntArray, lengths: IntArray, cost: CostFunction, sync: Sync | None
+) -> Distribution:
     """Rows sorted by length make the microbatches; a microbatch costs what its longest row costs, in every row."""
     micro = spec.rows.micro_batch_size
     totals = np.concatenate([[0], np.cumsum(lengths)])
@@ -72,18 +72,27 @@ def _distribute_by_length(spec: StreamSpec, rows: IntArray, row_offsets: IntArra
     by_length = rows[np.argsort(-sized, kind="stable")].reshape(-1, micro)
 
     def costs_of(batches: IntArray) -> FloatArray:
-        found: FloatArray = spec.strategy.cost(row_lengths[batches].max(axis=-1)) * micro
-        return found
+        longest = row_lengths[batches].max(axis=-1)
+        return cost_of_documents(cost, longest.ravel()).reshape(longest.shape) * micro
 
     costs = costs_of(by_length)
     # Filler comes last in every group: what is real is dealt by itself, so that it takes as few microbatches as it can.
-    due = -(-len(np.flatnonzero(rows >= 0)) // (micro * spec.num_groups)) * spec.num_groups
-    real = spec.strategy.assign(costs[:due], num_bins=spec.num_groups, per_bin=due // spec.num_groups)
+    each = -(-len(np.flatnonzero(rows >= 0)) // (micro * spec.num_groups))
+    due = each * spec.num_groups
+    shape = spec.num_groups, each, 1
+    real = assign_in_turn(*shape) if sync is None else _assign(costs[:due], shape, sync)
     rest = np.arange(due, len(costs)).reshape(spec.num_groups, -1)
-    groups = np.concatenate([np.asarray(real).reshape(spec.num_groups, -1), rest], axis=1)
-    dealt = RoundRobin().assign(costs, num_bins=spec.num_groups, per_bin=spec.num_microbatches * micro)
-    before = costs_of(rows[dealt].reshape(spec.num_groups, spec.num_microbatches, micro)).sum(axis=1)
+    groups = np.concatenate([real.reshape(spec.num_groups, -1), rest], axis=1)
+    dealt = assign_in_turn(spec.num_groups, spec.num_microbatches, micro)
+    before = costs_of(rows[dealt]).sum(axis=1)
     return _report(by_length[groups], costs[groups].sum(axis=1), before, lower_bound(costs, spec.num_groups))
+
+
+def _assign(costs: FloatArray, shape: tuple[int, int, int], sync: Sync) -> IntArray:
+    groups, microbatches, per_microbatch = shape
+    return assign_two_levels(
+        costs, num_groups=groups, num_microbatches=microbatches, per_microbatch=per_microbatch, sync=sync
+    )
 
 
 def _report(placed: IntArray, loads: FloatArray, before: FloatArray, bound: float) -> Distribution:

@@ -8,8 +8,8 @@ import numpy as np
 
 from megascale_lightning.errors import NotOpenError, StateError
 from megascale_lightning.planning.blocks import BlockStore
-from megascale_lightning.planning.stepping import StepPlanner, initial_state
-from megascale_lightning.streams import StreamSpec
+from megascale_lightning.planning.stepping import StepPlanner
+from megascale_lightning.streams import StreamSpec, initial_state
 from megascale_lightning.types import LoaderState, MixtureChange, NotYet, PartKey, PlanWindow, StepPlan
 
 __all__ = ["Generation"]

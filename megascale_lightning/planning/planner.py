@@ -105,7 +105,8 @@ class Planner:
             self._raise_failed(missing.keys[:1])
             self._ask(missing.keys)
             self._ask(held.upcoming())
-            return NotYet(f"{len(missing.keys)} parts of stream {stream!r} are being read: {_some(missing.keys)}")
+            keys = list(dict.fromkeys(missing.keys))  # the head that is due is among those that are ahead, too
+            return NotYet(f"{len(keys)} parts of stream {stream!r} are being read: {_some(keys)}")
         if isinstance(window, PlanWindow):
             self._ask(held.upcoming())
         return window

@@ -1,30 +1,22 @@
-"""How rows are spread over data-parallel groups and microbatches: the choices a user has."""
+"""How a step is planned: the choices a user has, each a declaration of a `DGraph`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-import numpy as np
-
-from megascale_lightning.planning.balancing import assign_greedily
 from megascale_lightning.planning.costs import AttentionCost, CostFunction
-from megascale_lightning.types import FloatArray, IntArray
+from megascale_lightning.planning.dgraph import DGraph
+from megascale_lightning.planning.twolevel import Sync
 
 __all__ = ["Balanced", "RoundRobin", "Strategy"]
 
 
-@runtime_checkable
 class Strategy(Protocol):
-    """Places units of equal count into bins; it never sees more than their costs."""
+    """Declares a step: any function of a graph that gives a graph, the same for the same step."""
 
-    @property
-    def cost(self) -> CostFunction:
-        """What a document costs, by its length."""
-        ...
-
-    def assign(self, costs: FloatArray, *, num_bins: int, per_bin: int) -> IntArray:
-        """Costs float64 [num_bins x per_bin] -> units of each bin, int64 [num_bins, per_bin]."""
+    def __call__(self, graph: DGraph) -> DGraph:
+        """The graph of a step that is to be planned -> what is declared of it."""
         ...
 
 
@@ -34,10 +26,12 @@ class Balanced:
 
     cost: CostFunction = field(default_factory=AttentionCost)
     """What a document costs, by its length."""
+    sync: Sync = "step"
+    """What is made even: the sum of a "step", or every "microbatch" among the groups."""
 
-    def assign(self, costs: FloatArray, *, num_bins: int, per_bin: int) -> IntArray:
-        """Costs float64 [num_bins x per_bin] -> units of each bin, int64 [num_bins, per_bin]."""
-        return assign_greedily(costs, num_bins=num_bins, per_bin=per_bin)
+    def __call__(self, graph: DGraph) -> DGraph:
+        """See `Strategy`."""
+        return graph.mix().pack().distribute("dp").cost(self.cost).balance("greedy", sync=self.sync)
 
 
 @dataclass(frozen=True)
@@ -47,6 +41,6 @@ class RoundRobin:
     cost: CostFunction = field(default_factory=AttentionCost)
     """What a document costs, by its length."""
 
-    def assign(self, costs: FloatArray, *, num_bins: int, per_bin: int) -> IntArray:
-        """Costs float64 [num_bins x per_bin] -> units of each bin, int64 [num_bins, per_bin]."""
-        return np.arange(num_bins * per_bin, dtype=np.int64).reshape(per_bin, num_bins).T
+    def __call__(self, graph: DGraph) -> DGraph:
+        """See `Strategy`."""
+        return graph.mix().pack().distribute("dp").cost(self.cost)

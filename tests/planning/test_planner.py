@@ -11,8 +11,8 @@ import pytest
 
 from megascale_lightning.checkpointing.state import from_json, to_json
 from megascale_lightning.errors import DataError, EmptySourceError, NotOpenError, StateError
-from megascale_lightning.planning.stepping import initial_state
 from megascale_lightning.planning.strategies import RoundRobin
+from megascale_lightning.streams import initial_state
 from megascale_lightning.types import NotYet
 from tests.planning.fakes import Drive, FakeData, rows_of
 
@@ -142,6 +142,14 @@ def test_the_end_is_known_with_the_last_step_not_after_it():
     empty = drive.window(first=len(plans) + 3)
     assert not empty.steps
     assert empty.states[-1].ended
+
+
+def test_parts_that_are_waited_for_are_named_once_each():
+    data = FakeData([500, 500])
+    drive = Drive(data, data.spec(epochs=None))
+    waiting = drive.planner.plan("train", "g", 0, 1)
+    parts = ["source 0 epoch 0 window 0 part 0", "source 1 epoch 0 window 0 part 0"]
+    assert waiting.reason == f"2 parts of stream 'train' are being read: {parts[1]}, {parts[0]}"
 
 
 def test_nothing_is_planned_further_ahead_than_the_slowest_client_allows():

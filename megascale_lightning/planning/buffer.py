@@ -1,0 +1,269 @@
+"""`SampleBuffer`: the described samples that follow a state, and the draws that a step makes of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megascale_lightning.planning.blocks import BlockStore, NeedBlocks
+from megascale_lightning.planning.cursors import Ahead, SourceCursor
+from megascale_lightning.planning.mixture import DeadlineMixer, grouping
+from megascale_lightning.rows import PackedRows
+from megascale_lightning.streams import StreamSpec
+from megascale_lightning.types import (
+    PIECE,
+    SOURCE_STATE,
+    FloatArray,
+    IntArray,
+    LoaderState,
+    PartKey,
+)
+
+__all__ = ["Drawn", "SampleBuffer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step chooses its rows from."""
+
+    pieces: IntArray
+    """PIECE [n]: those carried over, then the new ones in draw order."""
+    num_carried: int
+    sources: IntArray
+    """SOURCE_STATE [sources]: where they stand behind it."""
+
+
+class SampleBuffer:
+    """Draws the samples of one stream, step after step.
+
+    It holds the live cursors of the state that it drew from last; any other state is taken up from its saved
+    positions, with the same result.
+
+    Args:
+        spec: The stream.
+        blocks: Its described parts.
+    """
+
+    def __init__(self, spec: StreamSpec, blocks: BlockStore) -> None:
+        self.spec = spec
+        self._blocks = blocks
+        self._state: LoaderState | None = None
+        self._cursors: list[SourceCursor] = []
+        self._draws = [0] * len(spec.sources)
+        self._gone: set[int] = set()
+        self._per_sample = 512.0  # tokens: a first guess of how many samples a step takes
+
+    def draw(self, state: LoaderState, weights: FloatArray) -> Drawn:
+        """The pool of the step that follows `state`.
+
+        Args:
+            state: Where the stream stands.
+            weights: float64 [sources]: in force for this step.
+
+        Raises:
+            NeedBlocks: A part has to be described first.
+            EmptySourceError: A whole epoch of a source gave nothing.
+            DataError: More of a source's records are bad than its limit allows.
+        """
+        self._take_up(state)
+        self._state = None  # until it is known to have gone well: the cursors move
+        cursors = self._cursors
+        mixer = DeadlineMixer(
+            [source.name for source in self.spec.sources],
+            weights.tolist(),
+            share=state.sources["share"].tolist(),
+            given=state.sources["given"].tolist(),
+            live=[not cursor.exhausted for cursor in cursors],
+            unit=self.spec.mixture_unit,
+        )
+        pool = _Pool(self.spec, state.carry)
+        self._gone = {index for index, cursor in enumerate(cursors) if cursor.exhausted}
+        while pool.wants_more and mixer.live and not self.spec.stops(self._gone):
+            self._draw_some(mixer, pool, self._guess(pool))
+        mixer.settle()
+        self._draws = np.bincount(pool.piece_sources, minlength=len(cursors)).tolist()
+        self._per_sample = pool.drawn_tokens / max(len(pool.sources), 1)
+        num_carried = len(state.carry)
+        pieces = np.empty(num_carried + len(pool.piece_sources), PIECE)
+        pieces[:num_carried] = state.carry
+        pieces[num_carried:][grouping(pool.piece_sources)] = self._collect(len(pool.piece_sources))
+        return Drawn(pieces, num_carried, self._stand(mixer, weights))
+
+    def state_after(self, before: LoaderState, drawn: Drawn, carry: IntArray) -> LoaderState:
+        """`before` with the sources where they stand behind the draw made last, and what was left of it."""
+        dropped = tuple(dict(cursor.dropped) for cursor in self._cursors)
+        checked = tuple(cursor.checked for cursor in self._cursors)
+        return replace(before, sources=drawn.sources, dropped=dropped, carry=carry, checked=checked)
+
+    def stands_at(self, state: LoaderState) -> None:
+        """The cursors are those of this state: it is what the draw made last led to."""
+        self._state = state
+
+    def upcoming(self, state: LoaderState, weights: FloatArray) -> list[PartKey]:
+        """Parts that the next two steps will need as far as can be told, those that are not described yet.
+
+        Args:
+            state: Where the stream stands.
+            weights: float64 [sources]: those of weight 0 are not looked into.
+        """
+        self._take_up(state)
+        keys = []
+        for cursor, weight, draws in zip(self._cursors, weights.tolist(), self._draws, strict=True):
+            if weight > 0:
+                keys += [key for key in cursor.upcoming(2 * draws + 1) if key not in self._blocks]
+        return keys
+
+    def _take_up(self, state: LoaderState) -> None:
+        if self._state is state:
+            return
+        self._state = state
+        self._cursors = [
+            SourceCursor(
+                self.spec.name,
+                index,
+                source,
+                self._blocks,
+                state.sources[index],
+                state.dropped[index],
+                state.checked[index] if state.checked else (0, 0),
+                state.passes + 1 if self.spec.passes else source.epochs,
+            )
+            for index, source in enumerate(self.spec.sources)
+        ]
+
+    def _guess(self, pool: _Pool) -> int:
+        """Samples that the pool will probably want; it may take less, or more in a next round."""
+        per_sample = pool.drawn_tokens / len(pool.sources) if len(pool.sources) else self._per_sample
+        return pool.missing(per_sample)
+
+    def _draw_some(self, mixer: DeadlineMixer, pool: _Pool, count: int) -> None:
+        """Draw about so many samples into the pool, or up to a source that has to be looked into first.
+
+        What is drawn depends on neither: more is looked at than taken, and taken is what the pool wants.
+        """
+        by_tokens = self.spec.mixture_unit == "tokens"
+        horizon = count * max(self._per_sample, 1.0) if by_tokens else float(count)
+        limits = mixer.expected(horizon).tolist()
+        if by_tokens:
+            ahead = [cursor.peek(math.inf, limit) for cursor, limit in zip(self._cursors, limits, strict=True)]
+        else:
+            ahead = [cursor.peek(limit) for cursor, limit in zip(self._cursors, limits, strict=True)]
+        costs = [found.tokens() for found in ahead] if by_tokens else []
+        sources, blocked = mixer.draw(horizon, [found.num_samples for found in ahead], costs)
+        counts, lengths = _in_draw_order(sources, ahead)
+        taken = pool.add(sources, counts, lengths)
+        tokens = None
+        if by_tokens:
+            tokens = np.add.reduceat(lengths, np.cumsum(counts) - counts)[:taken] if taken else counts[:0]
+        mixer.book(sources[:taken], tokens)
+        if taken < len(sources) or not pool.wants_more or (blocked is not None and not ahead[blocked].is_all):
+            blocked = None
+        if blocked is not None and (due := ahead[blocked].missing) is not None:
+            raise NeedBlocks([due, *(found.missing for found in ahead if found.missing is not None)])
+        for source, number in enumerate(np.bincount(sources[:taken], minlength=len(ahead)).tolist()):
+            if number:
+                self._cursors[source].advance(number)
+        if blocked is not None and not self._cursors[blocked].enter():
+            mixer.leave(blocked)
+            self._gone.add(blocked)
+
+    def _collect(self, count: int) -> IntArray:
+        """The pieces taken by all cursors, source after source: PIECE [count]."""
+        pieces = np.empty(count, PIECE)
+        at = 0
+        for cursor in self._cursors:
+            for taken in cursor.collect():
+                pieces[at : at + len(taken)] = taken
+                at += len(taken)
+        return pieces
+
+    def _stand(self, mixer: DeadlineMixer, weights: FloatArray) -> IntArray:
+        sources = np.empty(len(self._cursors), SOURCE_STATE)
+        for index, cursor in enumerate(self._cursors):
+            position = (cursor.epoch, cursor.window, cursor.part, cursor.offset)
+            sources[index] = (*position, mixer.share[index], mixer.given[index], weights[index])
+        return sources
+
+
+class _Pool:
+    """The pieces that a step chooses from: those carried, then those drawn, in draw order.
+
+    It wants more for packed rows until the pool without its last `pack_ahead` pieces holds the tokens of all rows, for
+    others until there is a piece for every row.
+    """
+
+    def __init__(self, spec: StreamSpec, carry: IntArray) -> None:
+        self._packed = isinstance(spec.rows, PackedRows)
+        self._ahead = spec.rows.pack_ahead if isinstance(spec.rows, PackedRows) else 0
+        self._need = spec.rows_per_step * (spec.rows.capacity if self._packed else 1)
+        self._carried = len(carry)
+        self._totals = np.concatenate([[0], np.cumsum(carry["length"], dtype=np.int64)])
+        self.sources: IntArray = np.empty(0, np.int64)
+        """int64 [drawn samples]"""
+        self.piece_sources: IntArray = np.empty(0, np.int64)
+        """int64 [drawn pieces]"""
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Of all that was drawn."""
+        return int(self._totals[-1] - self._totals[self._carried])
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another sample is to be drawn."""
+        return not self._enough(np.array([len(self._totals) - 1]))[0]
+
+    def missing(self, per_sample: float) -> int:
+        """Samples that it probably lacks, at so many tokens each; at least 1."""
+        if not self._packed:
+            return max(self._need - len(self._totals) + 1, 1)
+        lacking = max(self._need - int(self._totals[-1]), 0) / max(per_sample, 1.0)
+        return int(lacking * 1.02) + self._ahead + 16
+
+    def add(self, sources: IntArray, counts: IntArray, lengths: IntArray) -> int:
+        """Take of these samples as many as it wants.
+
+        Args:
+            sources: int64 [n]
+            counts: int64 [n]: the pieces of each.
+            lengths: int64 [sum of counts]: the tokens of each piece.
+
+        Returns:
+            How many it took.
+        """
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        before = len(self._totals) - 1
+        totals = np.concatenate([self._totals, self._totals[-1] + np.cumsum(lengths)])
+        held, self._totals = self._totals, totals
+        enough = np.flatnonzero(self._enough(before + ends))
+        taken = int(enough[0]) if enough.size else len(sources)
+        self._totals = totals[: before + int(ends[taken]) + 1] if taken else held
+        self.sources = np.concatenate([self.sources, sources[:taken]])
+        self.piece_sources = np.concatenate([self.piece_sources, np.repeat(sources[:taken], counts[:taken])])
+        return taken
+
+    def _enough(self, sizes: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether the pool would be full with its first so many pieces."""
+        found = self._totals[np.maximum(sizes - self._ahead, 0)] >= self._need if self._packed else sizes >= self._need
+        return np.asarray(found, bool)
+
+
+def _in_draw_order(sources: IntArray, ahead: list[Ahead]) -> tuple[IntArray, IntArray]:
+    """Of the samples drawn: int64 [n], the pieces of each; int64 [pieces], the tokens of each piece."""
+    drawn = np.bincount(sources, minlength=len(ahead)).tolist()
+    found = [(number, *ahead[source].pieces(number)) for source, number in enumerate(drawn) if number]
+    counts = np.ones(len(sources), np.int64)
+    if not found:
+        return counts, counts
+    at = order = grouping(sources)
+    if any(given is not None for _, given, _ in found):
+        grouped = np.concatenate([np.ones(number, np.int64) if given is None else given for number, given, _ in found])
+        counts[order] = grouped
+        starts = (np.cumsum(counts) - counts)[order]
+        at = np.arange(int(grouped.sum())) + np.repeat(starts - (np.cumsum(grouped) - grouped), grouped)
+    lengths = np.empty(len(at), np.int64)
+    lengths[at] = np.concatenate([given for _, _, given in found])
+    return counts, lengths

@@ -1,0 +1,372 @@
+"""`DGraph`: one step of a stream, declared: which samples, in which rows, at which places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Any, Final, NamedTuple, Protocol, get_args
+
+import numpy as np
+
+from megascale_lightning.errors import ConfigError
+from megascale_lightning.places.tree import ClientPlaceTree
+from megascale_lightning.planning.buffer import Drawn
+from megascale_lightning.planning.costs import CostFunction, TokenCount
+from megascale_lightning.planning.distribution import distribute
+from megascale_lightning.planning.given import GivenSamples
+from megascale_lightning.planning.packing import pack
+from megascale_lightning.planning.twolevel import Sync
+from megascale_lightning.rows import PackedRows, Rows
+from megascale_lightning.streams import StreamSpec
+from megascale_lightning.types import IntArray, StepPlan
+
+__all__ = ["DGraph", "Declared", "Lineage", "StepSource", "declared_by"]
+
+_ORDER: Final = ("init", "mix", "pack", "distribute", "cost", "balance")
+_NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "mix": ("init",),
+    "pack": ("mix",),
+    "distribute": ("pack",),
+    "balance": ("distribute", "cost"),
+    "plan": ("init", "mix", "pack", "distribute"),
+}
+_METHODS: Final = ("greedy",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """What was declared of a step, primitive by primitive."""
+
+    done: tuple[str, ...] = ()
+    """Names of the primitives, in the order of the calls."""
+    tree: ClientPlaceTree | None = None
+    """Outside of a run."""
+    global_batch_size: int | None = None
+    """Outside of a run."""
+    weights: Mapping[str, float] | None = None
+    """Outside of a run."""
+    rows: Rows | None = None
+    """Outside of a run."""
+    cost: CostFunction | None = None
+    method: str | None = None
+    sync: Sync | None = None
+    """None: rows are dealt in turn."""
+
+
+class StepSource(Protocol):
+    """Where a graph gets the samples of its step from."""
+
+    @property
+    def in_run(self) -> bool:
+        """Places, mixture and rows are those of a run."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """The step that is planned."""
+        ...
+
+    def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
+        """The stream, and the pool of the step."""
+        ...
+
+
+class Lineage(NamedTuple):
+    """What became of one piece in a step."""
+
+    life: str
+    """"carried" (it waits for the next step), "packed" (its row has no place yet) or "placed"."""
+    row: int = -1
+    group: int = -1
+    """Data-parallel group."""
+    microbatch: int = -1
+    slot: int = -1
+
+
+class DGraph:
+    """One step, declared by primitives; each gives a new graph, and nothing is computed before a result is asked for.
+
+    A strategy gets the graph of the step that is planned and declares `mix`, `pack`, `distribute` and what else it
+    wants. Outside of a run, `from_buffer_infos` and `init` make a graph of given samples. The order of samples and
+    their rows depends on the data and the config alone, never on places and costs.
+
+    Args:
+        source: Where the samples come from.
+        declared: What is declared so far.
+    """
+
+    def __init__(self, source: StepSource, declared: Declared | None = None) -> None:
+        self._source = source
+        self.declared = declared or Declared(done=("init",) if source.in_run else ())
+
+    @classmethod
+    def from_buffer_infos(cls, infos: Mapping[str, Any]) -> DGraph:
+        """A graph of given samples.
+
+        Args:
+            infos: Source -> lengths of its samples in tokens, int [n], in order.
+
+        Raises:
+            ConfigError: There is no source, or a length is no whole number of at least 1.
+        """
+        return cls(GivenSamples(infos))
+
+    @property
+    def step(self) -> int:
+        """The step that is planned; 0 outside of a run."""
+        return self._source.step
+
+    # What is declared
+
+    def init(self, tree: ClientPlaceTree, *, global_batch_size: int | None = None) -> DGraph:
+        """Say what places there are; in a run they are known.
+
+        Args:
+            tree: The places.
+            global_batch_size: Rows of the step; None: one microbatch for every data-parallel group.
+        """
+        if self._source.in_run:
+            raise ConfigError("init(): the trainer's places are known in a run; a strategy begins with mix()")
+        if not isinstance(tree, ClientPlaceTree):
+            raise ConfigError(f"init(): a ClientPlaceTree is wanted, such as from_sizes(dp=2), not {tree!r}")
+        if global_batch_size is not None and not (isinstance(global_batch_size, int) and global_batch_size >= 1):
+            raise ConfigError(
+                f"init(): global_batch_size must be a whole number of at least 1, not {global_batch_size}"
+            )
+        return self._declare("init", tree=tree, global_batch_size=global_batch_size)
+
+    def mix(self, weights: Mapping[str, float] | None = None) -> DGraph:
+        """Draw samples from the sources in proportion to their weights, earliest deadline first.
+
+        Args:
+            weights: Source -> weight; None: equal ones. In a run the mixture is the config's, with its schedule and
+                `set_mixture`, so that it is in the state.
+        """
+        if weights is not None and self._source.in_run:
+            raise ConfigError(
+                "mix(): the weights of a run are those of its config, so that they are saved with its state: set "
+                "Source(weight=...) or mixture=, and call mix() without weights"
+            )
+        return self._declare("mix", weights=None if weights is None else dict(weights))
+
+    def pack(self, rows: Rows | None = None) -> DGraph:
+        """Put the drawn samples into rows.
+
+        Args:
+            rows: Their kind and capacity; in a run they are the config's, and it is left out.
+        """
+        if (rows is None) != self._source.in_run:
+            raise ConfigError(
+                "pack(): the rows of a run are those of its config (rows=), call pack() without any"
+                if self._source.in_run
+                else "pack(): the kind of rows is wanted, such as PackedRows(4096, micro_batch_size=1)"
+            )
+        if rows is not None and not isinstance(rows, Rows):
+            raise ConfigError(f"pack(): rows must be PackedRows, PaddedRows or CollatedRows, not {rows!r}")
+        return self._declare("pack", rows=rows)
+
+    def distribute(self, axis: str = "dp") -> DGraph:
+        """Spread the rows over the places of an axis; without `balance`, they are dealt in turn.
+
+        Args:
+            axis: "dp": ranks of one data-parallel group get the same rows.
+        """
+        if axis != "dp":
+            raise ConfigError(
+                f'distribute({axis!r}): rows are spread over "dp"; the ranks of the other axes share the rows of their '
+                "data-parallel group"
+            )
+        return self._declare("distribute")
+
+    def cost(self, cost: CostFunction) -> DGraph:
+        """Say what a document costs a rank to compute.
+
+        Args:
+            cost: Lengths int [n] -> float64 [n], such as `TransformerCost`.
+        """
+        if not callable(cost):
+            raise ConfigError(f"cost(): a function of lengths is wanted, such as TransformerCost(...), not {cost!r}")
+        return self._declare("cost", cost=cost)
+
+    def balance(self, method: str = "greedy", *, sync: Sync = "step") -> DGraph:
+        """Make the work of the groups even; all get the same number of rows.
+
+        Args:
+            method: "greedy": longest processing time first, with swaps.
+            sync: "step": the sum over a step; "microbatch": at every microbatch, for what waits for all groups at each
+                (FSDP, expert parallelism, pipelines).
+        """
+        if method not in _METHODS:
+            raise ConfigError(f"balance({method!r}): the methods are {_METHODS}")
+        if sync not in get_args(Sync):
+            raise ConfigError(f"balance(sync={sync!r}): one of {get_args(Sync)} is wanted")
+        return self._declare("balance", method=method, sync=sync)
+
+    def _declare(self, name: str, **values: Any) -> DGraph:
+        done = self.declared.done
+        if name in done:
+            raise ConfigError(f"{name}() is declared twice: {_calls(done)}.{name}()")
+        _require(name, done)
+        return DGraph(self._source, replace(self.declared, done=(*done, name), **values))
+
+    # What comes of it
+
+    @cached_property
+    def _drawn(self) -> tuple[StreamSpec, Drawn]:
+        _require("plan", self.declared.done)
+        return self._source.draw(self.declared)
+
+    @property
+    def drawn(self) -> Drawn:
+        """The pool that the step chooses from."""
+        return self._drawn[1]
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """For each row its pieces, in order, as indices into the pool."""
+        spec, drawn = self._drawn
+        lengths = drawn.pieces["length"].tolist()
+        if isinstance(spec.rows, PackedRows):
+            carried, new = lengths[: drawn.num_carried], lengths[drawn.num_carried :]
+            return pack(carried, new, num_rows=spec.rows_per_step, capacity=spec.rows.capacity)
+        return [[piece] if piece < len(lengths) else [] for piece in range(spec.rows_per_step)]
+
+    @cached_property
+    def in_rows(self) -> IntArray:
+        """int64 [n]: indices into the pool, row after row."""
+        return np.fromiter(chain.from_iterable(self.rows), np.int64)
+
+    @cached_property
+    def carry(self) -> IntArray:
+        """PIECE [n]: what is in no row, in draw order; the next step has it first."""
+        return np.delete(self.drawn.pieces, self.in_rows)
+
+    def plan(self) -> StepPlan:
+        """The rows of the step and their places.
+
+        Raises:
+            ConfigError: A declaration is missing, or the cost gives no costs.
+        """
+        return self._plan
+
+    @cached_property
+    def _plan(self) -> StepPlan:
+        spec, drawn = self._drawn
+        pieces = drawn.pieces[self.in_rows]
+        row_offsets = np.zeros(len(self.rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in self.rows], out=row_offsets[1:])
+        cost = self.declared.cost or TokenCount()
+        places = distribute(spec, pieces["length"], row_offsets, cost, self.declared.sync)
+        return StepPlan(
+            step=self.step,
+            pieces=pieces,
+            row_offsets=row_offsets,
+            placement=places.placement,
+            step_loss_tokens=int(pieces["loss_tokens"].sum(dtype=np.int64)),
+            balance=places.balance,
+            group_costs=places.group_costs,
+            group_costs_before=places.group_costs_before,
+        )
+
+    # What can be looked at
+
+    def lineage(self, source: str, unit: int, row: int, start: int = 0) -> Lineage | None:
+        """What became of a sample, or of the piece of it that begins at `start`; None: it is not in this step.
+
+        Args:
+            source: Name of its source.
+            unit: Its unit; outside of a run 0.
+            row: Its row in the unit; outside of a run its number in the source.
+            start: First token of the piece.
+        """
+        spec, drawn = self._drawn
+        names = [known.name for known in spec.sources]
+        if source not in names:
+            raise ConfigError(f"lineage(): there is no source {source!r}; there are {names}")
+        pieces = drawn.pieces
+        here = (pieces["source"] == names.index(source)) & (pieces["unit"] == unit)
+        found = np.flatnonzero(here & (pieces["row"] == row) & (pieces["start"] == start))
+        if not found.size:
+            return None
+        at = next((index for index, members in enumerate(self.rows) if int(found[0]) in members), None)
+        if at is None:
+            return Lineage("carried")
+        place = np.argwhere(self.plan().placement == at)
+        return Lineage("placed", at, *(int(index) for index in place[0])) if len(place) else Lineage("packed", at)
+
+    def summary(self) -> dict[str, Any]:
+        """What the step is made of: pieces by life, rows, how full they are, and how even the work is."""
+        spec, drawn = self._drawn
+        plan = self.plan()
+        tokens = int(plan.pieces["length"].sum(dtype=np.int64))
+        found: dict[str, Any] = {
+            "step": self.step,
+            "carried_in": drawn.num_carried,
+            "mixed": len(drawn.pieces) - drawn.num_carried,
+            "placed": len(plan.pieces),
+            "carried_on": len(self.carry),
+            "rows": len(self.rows),
+            "tokens": tokens,
+        }
+        if isinstance(spec.rows, PackedRows):
+            found["fill"] = tokens / (len(self.rows) * spec.rows.capacity)
+        return {**found, **plan.balance}
+
+    def to_mermaid(self) -> str:
+        """The declarations and what comes of them as a Mermaid flowchart."""
+        found = self.summary()
+        spec = self._drawn[0]
+        cost = self.declared.cost or TokenCount()
+        texts = {
+            "init": f"places: {spec.num_groups} groups x {spec.num_microbatches} microbatches",
+            "mix": f"mix: {found['carried_in']} carried + {found['mixed']} drawn of {len(spec.sources)} sources",
+            "pack": f"pack: {found['placed']} pieces in {found['rows']} rows, {found['carried_on']} carried on",
+            "distribute": "distribute over dp",
+            "cost": f"cost: {type(cost).__name__}",
+            "balance": f"balance by {self.declared.sync}: max/mean {found['max_over_mean']:.3f}",
+        }
+        names = [name for name in _ORDER if name in self.declared.done]
+        nodes = [f'    {name}["{texts[name]}"]' for name in names]
+        arrows = [f"    {one} --> {other}" for one, other in pairwise(names)]
+        return "\n".join(["flowchart LR", *nodes, *arrows])
+
+
+def declared_by(strategy: Any) -> Declared:
+    """What a strategy declares for a step of a run.
+
+    Raises:
+        ConfigError: It is no function of a graph, or leaves out what a plan needs.
+    """
+    if not callable(strategy) or isinstance(strategy, type):
+        raise ConfigError(
+            f"strategy must be Balanced(), RoundRobin() or a function that declares a DGraph, not {strategy!r}"
+        )
+    graph = strategy(DGraph(_Nothing()))
+    if not isinstance(graph, DGraph):
+        raise ConfigError(f"strategy: {strategy!r} gave {type(graph).__name__}: return the graph that you declared")
+    _require("plan", graph.declared.done)
+    return graph.declared
+
+
+class _Nothing:
+    """A step of a run, to be declared and not to be planned."""
+
+    in_run = True
+    step = 0
+
+    def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
+        raise ConfigError("strategy: a step has no samples yet while it is declared; decide by graph.step alone")
+
+
+def _require(name: str, done: tuple[str, ...]) -> None:
+    missing = [needed for needed in _NEEDS.get(name, ()) if needed not in done]
+    if missing:
+        raise ConfigError(
+            f"{name}() needs {' and '.join(f'{one}()' for one in missing)} before it; declared is {_calls(done)}"
+        )
+
+
+def _calls(done: tuple[str, ...]) -> str:
+    return "graph" + "".join(f".{name}()" for name in done)

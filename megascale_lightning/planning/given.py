@@ -1,0 +1,115 @@
+"""`GivenSamples`: samples that somebody lists, so that a step can be planned of them without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from megascale_lightning.errors import ConfigError
+from megascale_lightning.planning.blocks import BlockStore
+from megascale_lightning.planning.buffer import Drawn, SampleBuffer
+from megascale_lightning.streams import SourceSpec, StreamSpec, initial_state
+from megascale_lightning.types import PIECE, IntArray, MetaBlock, PartKey
+
+if TYPE_CHECKING:
+    from megascale_lightning.planning.dgraph import Declared
+
+__all__ = ["GivenSamples"]
+
+_STREAM: Final = "given"
+
+
+class GivenSamples:
+    """The one step that can be planned of listed samples.
+
+    Args:
+        infos: Source -> lengths of its samples in tokens, int [n], in order.
+
+    Raises:
+        ConfigError: There is no source, or a length is no whole number of at least 1.
+    """
+
+    in_run = False
+    step = 0
+
+    def __init__(self, infos: Mapping[str, Any]) -> None:
+        if not infos:
+            raise ConfigError("from_buffer_infos(): no source was given; give {'name': [lengths in tokens]}")
+        self._lengths: dict[str, IntArray] = {name: _lengths_of(name, given) for name, given in infos.items()}
+
+    def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
+        """See `StepSource`."""
+        spec = self._spec(declared)
+        blocks = BlockStore()
+        for index, (name, lengths) in enumerate(self._lengths.items()):
+            if lengths.max(initial=0) > spec.rows.capacity:
+                at = int(lengths.argmax())
+                raise ConfigError(
+                    f"source {name!r}: sample {at} has {lengths[at]} tokens, a row holds {spec.rows.capacity}"
+                )
+            if len(lengths):
+                blocks.add(_described(index, lengths))
+        state = initial_state(spec)
+        return spec, SampleBuffer(spec, blocks).draw(state, state.sources["weight"])
+
+    def _spec(self, declared: Declared) -> StreamSpec:
+        weights = declared.weights or dict.fromkeys(self._lengths, 1.0)
+        if set(weights) != set(self._lengths):
+            raise ConfigError(f"mix(): weights are of {sorted(weights)}, the sources are {sorted(self._lengths)}")
+        wrong = {name: weight for name, weight in weights.items() if not (0 <= weight < float("inf"))}
+        if wrong or not any(weights.values()):
+            raise ConfigError(f"mix(): weights are finite and at least 0, one of them above it, not {wrong or weights}")
+        assert declared.tree is not None
+        assert declared.rows is not None
+        groups, micro = declared.tree.num_groups, declared.rows.micro_batch_size
+        rows = declared.global_batch_size or groups * micro
+        sources = tuple(
+            SourceSpec(name=name, num_windows=int(len(lengths) > 0), weight=float(weights[name]), epochs=1)
+            for name, lengths in self._lengths.items()
+        )
+        return StreamSpec(
+            name=_STREAM,
+            sources=sources,
+            rows=declared.rows,
+            rows_per_step=rows,
+            num_groups=groups,
+            num_microbatches=-(-rows // (groups * micro)),
+            seed=0,
+            last_step="fill",
+            mixture_unit="samples",
+            strategy=None,
+            prefetch_steps=1,
+            plan_window=1,
+        )
+
+
+def _lengths_of(name: str, given: Any) -> IntArray:
+    lengths = np.asarray(given)
+    if not lengths.size:
+        return np.empty(0, np.int64)
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or lengths.min() < 1:
+        raise ConfigError(
+            f"from_buffer_infos(): source {name!r}: lengths are whole numbers of at least 1, int [n], not "
+            f"{lengths.dtype} {list(lengths.shape)}: {given!r:.80}"
+        )
+    return lengths.astype(np.int64)
+
+
+def _described(index: int, lengths: IntArray) -> MetaBlock:
+    pieces = np.zeros(len(lengths), PIECE)
+    pieces["source"] = index
+    pieces["entry"] = pieces["row"] = np.arange(len(lengths))
+    pieces["stop"] = -1
+    pieces["length"] = lengths
+    pieces["loss_tokens"] = lengths - 1
+    everything = np.ones(len(lengths), bool)
+    return MetaBlock(
+        key=PartKey(_STREAM, index, 0, 0, 0),
+        pieces=pieces,
+        first=everything,
+        kept=everything,
+        reason=np.zeros(len(lengths), np.uint8),
+        last_in_window=True,
+    )

@@ -1,0 +1,318 @@
+"""`DGraph`: what primitives declare and refuse, and what comes of it, against brute force and by properties."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations, permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale_lightning import AttentionCost, Balanced, ClientPlaceTree, DGraph, PackedRows, PaddedRows, RoundRobin
+from megascale_lightning.errors import ConfigError, EmptySourceError
+from megascale_lightning.planning.blocks import BlockStore
+from megascale_lightning.planning.dgraph import declared_by
+from megascale_lightning.planning.stepping import StepPlanner
+from megascale_lightning.streams import initial_state
+from megascale_lightning.types import PartKey
+from tests.planning.fakes import Drive, FakeData
+
+DOCS = Path(__file__).resolve().parents[2] / "docs/planning.md"
+
+
+def square(lengths):
+    return lengths.astype(float) ** 2
+
+
+def graph_of(lengths, *, dp=2, rows=None, **more):
+    infos = lengths if isinstance(lengths, dict) else {"web": lengths}
+    return DGraph.from_buffer_infos(infos).init(ClientPlaceTree.from_sizes(dp=dp), global_batch_size=rows, **more)
+
+
+def rows_of(plan):
+    return [row.tolist() for row in np.split(plan.pieces["length"], plan.row_offsets[1:-1])]
+
+
+def test_the_docs_run():
+    found = {}
+    for block in re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL):
+        exec(compile(block, str(DOCS), "exec"), found)
+    strategy = found["even_microbatches"]
+    source = Path(DOCS).read_text("utf-8").split("def even_microbatches", 1)[1].split("```", 1)[0]
+    assert len(source.strip().splitlines()) <= 15
+    data = FakeData([300], longest=90)
+    spec = data.spec(rows=16, groups=4, micro=1, epochs=None, strategy=strategy)
+    early, late = Drive(data, spec), Drive(data, replace(spec, strategy=lambda graph: strategy(Later(graph))))
+    mine, plain = early.run(3), Drive(data, replace(spec, strategy=Balanced(found["MODEL"]))).run(3)
+    assert all((one.placement == other.placement).all() for one, other in zip(mine, plain, strict=True))
+    each = Drive(data, replace(spec, strategy=Balanced(found["MODEL"], sync="microbatch"))).run(3)
+    assert all((one.placement == other.placement).all() for one, other in zip(late.run(3), each, strict=True))
+
+
+class Later(DGraph):
+    """The graph of a step a hundred steps on."""
+
+    def __init__(self, graph):
+        super().__init__(graph._source, graph.declared)
+
+    step = property(lambda self: self._source.step + 100)
+
+
+def test_rows_of_one_length_differ_in_attention_as_the_paper_says():
+    step = graph_of([50, 50, 30, 70]).mix().pack(PackedRows(100, 1)).distribute("dp").cost(square)
+    plan = step.plan()
+    assert rows_of(plan) == [[70, 30], [50, 50]]
+    assert plan.group_costs.max() / plan.group_costs.min() == pytest.approx(1.16)
+    assert (plan.group_costs_before == plan.group_costs).all()
+
+
+class TestDeclarations:
+    def test_graphs_are_immutable_and_branch(self):
+        packed = graph_of([9, 8, 1, 2] * 4, rows=4).mix().pack(PackedRows(20, 2)).distribute("dp").cost(square)
+        before = packed.declared
+        even, dealt = packed.balance().plan(), packed.plan()
+        assert packed.declared is before
+        assert even.group_costs.max() <= dealt.group_costs.max()
+        assert (even.pieces == dealt.pieces).all()
+
+    @pytest.mark.parametrize(
+        ("declare", "said"),
+        [
+            (lambda graph: graph.mix(), r"mix\(\) needs init\(\)"),
+            (
+                lambda graph: graph.init(TREE).pack(ROWS),
+                r"pack\(\) needs mix\(\) before it; declared is graph.init\(\)",
+            ),
+            (lambda graph: graph.init(TREE).mix().distribute(), r"distribute\(\) needs pack\(\)"),
+            (lambda graph: graph.init(TREE).mix().pack(ROWS).distribute().balance(), r"balance\(\) needs cost\(\)"),
+            (
+                lambda graph: graph.init(TREE).mix().pack(ROWS).cost(square).balance(),
+                r"balance\(\) needs distribute\(\)",
+            ),
+            (lambda graph: graph.init(TREE).mix().mix(), r"mix\(\) is declared twice: graph.init\(\).mix\(\).mix\(\)"),
+            (lambda graph: graph.init(TREE).mix().pack(ROWS).plan(), r"plan\(\) needs distribute\(\)"),
+            (lambda graph: graph.plan(), r"plan\(\) needs init\(\) and mix\(\) and pack\(\) and distribute\(\)"),
+            (lambda graph: graph.init(4), "ClientPlaceTree is wanted"),
+            (
+                lambda graph: graph.init(TREE, global_batch_size=0),
+                "global_batch_size must be a whole .* not 0",
+            ),
+            (lambda graph: graph.init(TREE).mix().pack(), "the kind of rows is wanted"),
+            (lambda graph: graph.init(TREE).mix().pack(4096), "rows must be"),
+            (lambda graph: graph.init(TREE).mix().pack(ROWS).distribute("tp"), r"distribute\('tp'\)"),
+            (lambda graph: graph.init(TREE).cost("attention"), "function of lengths"),
+            (lambda graph: declared(graph).balance("best"), r"balance\('best'\)"),
+            (lambda graph: declared(graph).balance(sync="rank"), r"sync='rank'"),
+            (lambda graph: graph.init(TREE).mix({"code": 1}).pack(ROWS).distribute().plan(), "weights are of"),
+            (lambda graph: graph.init(TREE).mix({"web": -1}).pack(ROWS).distribute().plan(), "at least 0"),
+            (lambda graph: graph.init(TREE).mix({"web": 0}).pack(ROWS).distribute().plan(), "at least 0"),
+            (lambda graph: declared(graph, rows=PackedRows(2, 1)).plan(), "sample 1 has 3 tokens, a row holds 2"),
+            (lambda graph: declared(graph, cost=lambda n: n[:1] * 1.0).plan(), "one number for each"),
+            (lambda graph: declared(graph, cost=lambda n: n * np.nan).plan(), "finite"),
+        ],
+    )
+    def test_what_is_missing_doubled_or_wrong_is_named(self, declare, said):
+        with pytest.raises(ConfigError, match=said):
+            declare(DGraph.from_buffer_infos({"web": [1, 3, 2]}))
+
+    @pytest.mark.parametrize("infos", [{}, {"web": [0]}, {"web": [1.5]}, {"web": [[1]]}, {"web": ["a"]}])
+    def test_odd_infos(self, infos):
+        with pytest.raises(ConfigError, match="from_buffer_infos"):
+            DGraph.from_buffer_infos(infos)
+
+    def test_a_source_without_samples(self):
+        with pytest.raises(EmptySourceError, match="'code'"):
+            declared(DGraph.from_buffer_infos({"web": [1], "code": []})).plan()
+
+    @pytest.mark.parametrize(
+        ("strategy", "said"),
+        [
+            (lambda graph: graph.init(TREE), "known in a run"),
+            (lambda graph: graph.mix({"web": 1}), "those of its config"),
+            (lambda graph: graph.mix().pack(ROWS), "those of its config"),
+            (lambda graph: graph.mix().pack(), r"plan\(\) needs distribute"),
+            (lambda graph: None, "gave NoneType"),
+            (lambda graph: len(graph.mix().pack().distribute().rows), "no samples yet"),
+            (Balanced, "strategy must be"),
+            ("balanced", "strategy must be"),
+        ],
+    )
+    def test_a_strategy_that_does_not_declare_a_step_is_refused(self, strategy, said):
+        with pytest.raises(ConfigError, match=said):
+            declared_by(strategy)
+
+    def test_what_a_strategy_declares(self):
+        found = declared_by(Balanced(AttentionCost(512), sync="microbatch"))
+        assert found.done == ("init", "mix", "pack", "distribute", "cost", "balance")
+        assert (found.cost, found.sync) == (AttentionCost(512), "microbatch")
+        assert declared_by(RoundRobin()).sync is None
+
+
+TREE, ROWS = ClientPlaceTree.from_sizes(dp=2), PackedRows(8, 1)
+
+
+def declared(graph, rows=ROWS, cost=square):
+    return graph.init(TREE).mix().pack(rows).distribute("dp").cost(cost)
+
+
+def brute_force(costs, groups):
+    """The least load of the fullest of so many groups of equal count."""
+
+    def best(left, groups):
+        if groups == 1:
+            return sum(costs[item] for item in left)
+        size = len(left) // groups
+        first, *others = left
+        return min(
+            max(
+                sum(costs[item] for item in (first, *chosen)),
+                best([item for item in others if item not in chosen], groups - 1),
+            )
+            for chosen in combinations(others, size - 1)
+        )
+
+    return best(list(range(len(costs))), groups)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([(2, 3), (2, 4), (3, 2), (3, 3)]), st.data())
+def test_small_steps_against_brute_force(shape, data):
+    groups, each = shape
+    lengths = data.draw(st.lists(st.integers(1, 60), min_size=groups * each, max_size=groups * each))
+    graph = graph_of(lengths, dp=groups, rows=groups * each).mix().pack(PaddedRows(60, 1)).distribute("dp").cost(square)
+    plan = graph.balance().plan()
+    least = brute_force([length**2 for length in lengths], groups)
+    assert least <= plan.group_costs.max() + 1e-9
+    assert plan.group_costs.max() <= least * 4 / 3
+    assert plan.balance["max_over_bound"] >= plan.group_costs.max() / least - 1e-9, "the bound is none"
+
+
+def test_brute_force_is_met_where_swaps_are_enough():
+    for lengths in permutations([9, 7, 6, 5, 4, 2]):
+        graph = graph_of(list(lengths), rows=6).mix().pack(PaddedRows(60, 1)).distribute("dp").cost(square)
+        assert graph.balance().plan().group_costs.max() == brute_force([length**2 for length in lengths], 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(1, 64), min_size=1, max_size=60), min_size=1),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from(["step", "microbatch"]),
+    st.booleans(),
+)
+def test_properties_of_any_step(infos, dp, micro, sync, padded):
+    rows = PaddedRows(64, micro) if padded else PackedRows(64, micro, pack_ahead=8)
+    graph = graph_of(infos, dp=dp, rows=2 * dp * micro).mix().pack(rows).distribute("dp").cost(square)
+    even, dealt = graph.balance(sync=sync), graph
+    plan = even.plan()
+    # Every sample that was drawn has one place, or is carried on.
+    drawn = Counter(map(tuple, even.drawn.pieces[["source", "row"]].tolist()))
+    placed = Counter(map(tuple, plan.pieces[["source", "row"]].tolist()))
+    carried = Counter(map(tuple, even.carry[["source", "row"]].tolist()))
+    assert placed + carried == drawn
+    assert max(drawn.values()) == 1
+    # Rows keep to their capacity, each real one has a place, and all groups have as many.
+    assert all(sum(row) <= 64 for row in rows_of(plan))
+    real = [row for row, members in enumerate(rows_of(plan)) if members]
+    assert sorted(plan.placement[plan.placement >= 0].tolist()) == real
+    assert plan.placement.shape == (dp, 2, micro)
+    # Never worse than dealing in turn, of the same rows.
+    assert (dealt.plan().pieces == plan.pieces).all()
+    loads = costs_of(plan)
+    assert plan.group_costs == pytest.approx(loads.sum(axis=1)) or padded
+    if sync == "step" and not padded:
+        assert plan.group_costs.max() <= dealt.plan().group_costs.max() * (1 + 1e-9)
+    life = {name: even.summary()[name] for name in ("placed", "carried_on")}
+    assert life == {"placed": sum(placed.values()), "carried_on": sum(carried.values())}
+
+
+def costs_of(plan):
+    """float64 [groups, microbatches]"""
+    rows = np.array([sum(length**2 for length in row) for row in rows_of(plan)] + [0], float)
+    return rows[plan.placement].sum(axis=2)
+
+
+def test_lineage_follows_a_sample_to_its_place():
+    infos = {"web": [9, 8, 7, 6, 5], "code": [4, 4, 4]}
+    step = graph_of(infos, rows=2).mix({"web": 5, "code": 3}).pack(PackedRows(12, 1)).distribute("dp")
+    plan = step.plan()
+    lives = {}
+    for source, lengths in infos.items():
+        for row in range(len(lengths)):
+            found = step.lineage(source, 0, row)
+            lives[source, row] = found.life
+            if found.life == "placed":
+                assert plan.placement[found.group, found.microbatch, found.slot] == found.row
+                members = plan.pieces[plan.row_offsets[found.row] : plan.row_offsets[found.row + 1]]
+                assert (list(infos).index(source), row) in members[["source", "row"]].tolist()
+    assert Counter(lives.values()) == {"placed": len(plan.pieces), "carried": 8 - len(plan.pieces)}
+    assert step.lineage("web", 0, 5) is None
+    with pytest.raises(ConfigError, match="no source 'pdf'"):
+        step.lineage("pdf", 0, 0)
+
+
+def test_mermaid_draws_what_was_declared():
+    drawn = declared(DGraph.from_buffer_infos({"web": [1, 3, 2]})).balance().to_mermaid().splitlines()
+    assert drawn[0] == "flowchart LR"
+    assert [line.split('["')[0].strip() for line in drawn[1:7]] == [
+        "init",
+        "mix",
+        "pack",
+        "distribute",
+        "cost",
+        "balance",
+    ]
+    assert "mix --> pack" in [line.strip() for line in drawn]
+
+
+class TestInARun:
+    """The planner's steps are those of the graph that the strategy declares."""
+
+    def drive(self, strategy, **changes):
+        data = FakeData([200, 100], longest=90)
+        return Drive(data, data.spec(rows=16, groups=2, micro=2, epochs=None, strategy=strategy, **changes))
+
+    def test_strategies_move_rows_and_no_samples(self):
+        drives = [self.drive(strategy) for strategy in (Balanced(), RoundRobin(), Balanced(sync="microbatch"))]
+        plans = [drive.run(5) for drive in drives]
+        for even, dealt, each in zip(*plans, strict=True):
+            assert (even.pieces == dealt.pieces).all()
+            assert (even.pieces == each.pieces).all()
+            assert even.group_costs.max() <= dealt.group_costs.max() * (1 + 1e-9)
+            assert (even.group_costs_before == dealt.group_costs).all()
+        assert any((even.placement != each.placement).any() for even, _, each in zip(*plans, strict=True))
+        assert len({drive.states[5].certificate for drive in drives}) == 1
+
+    def test_a_strategy_is_asked_at_every_step(self):
+        asked = []
+
+        def strategy(graph):
+            asked.append(graph.step)
+            return RoundRobin()(graph) if graph.step % 2 else Balanced()(graph)
+
+        plans = self.drive(strategy).run(4)
+        assert set(asked) >= {0, 1, 2, 3}
+        dealt = [bool((plan.group_costs == plan.group_costs_before).all()) for plan in plans]
+        assert dealt == [False, True, False, True]
+
+    def test_a_state_that_was_gone_on_from_gives_its_step_again(self):
+        data = FakeData([50], longest=90)
+        spec = data.spec(rows=4, epochs=None)
+        blocks = BlockStore()
+        for window in range(data.num_windows(0)):
+            part = 0
+            while True:
+                blocks.add(data.describe(PartKey("train", 0, 0, window, part)))
+                if blocks.get(PartKey("train", 0, 0, window, part)).last_in_window:
+                    break
+                part += 1
+        planner, start = StepPlanner(spec, blocks), initial_state(spec)
+        first, after = planner.plan(start, {})
+        again, once_more = planner.plan(start, {})
+        assert (first.pieces == again.pieces).all()
+        assert once_more.certificate == after.certificate
+        assert (planner.plan(after, {})[0].pieces == planner.plan(once_more, {})[0].pieces).all()

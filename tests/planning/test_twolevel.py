@@ -1,0 +1,50 @@
+"""Groups and microbatches: every item once, equal rows, and the span that was asked for is the shorter."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale_lightning.planning.twolevel import assign_two_levels
+
+
+def spans(costs, items):
+    loads = costs[items].sum(axis=2)
+    return loads.sum(axis=1).max(), loads.max(axis=0).sum()
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.sampled_from(["step", "microbatch"]), st.integers(0))
+@settings(max_examples=80, deadline=None)
+def test_every_item_once_never_worse_than_dealing_in_any_order(groups, microbatches, per, sync, seed):
+    shape = {"num_groups": groups, "num_microbatches": microbatches, "per_microbatch": per, "sync": sync}
+    rng = np.random.default_rng(seed)
+    costs = rng.integers(0, 40, groups * microbatches * per).astype(float)
+    items = assign_two_levels(costs, **shape)
+    assert items.shape == (groups, microbatches, per)
+    assert sorted(items.ravel().tolist()) == list(range(costs.size))
+    dealt = np.argsort(-costs, kind="stable").reshape(per, microbatches, groups).T
+    at = int(sync == "microbatch")
+    assert spans(costs, items)[at] <= spans(costs, dealt)[at] + 1e-9
+    moved = costs[rng.permutation(costs.size)]
+    assert (moved[assign_two_levels(moved, **shape)] == costs[items]).all()
+
+
+def test_each_sync_is_the_better_at_its_own_span():
+    rng = np.random.default_rng(1)
+    lengths = np.minimum(rng.lognormal(6, 1.2, 4096), 4096)
+    costs = 6 * 5120 * lengths + lengths**2
+    shape = {"num_groups": 64, "num_microbatches": 8, "per_microbatch": 8}
+    step = spans(costs, assign_two_levels(costs, **shape, sync="step"))
+    each = spans(costs, assign_two_levels(costs, **shape, sync="microbatch"))
+    mean = costs.sum() / 64
+    assert step[0] / mean < 1.001
+    assert step[0] <= each[0]
+    assert each[1] < step[1]
+    assert each[1] / mean < 1.1
+
+
+def test_what_is_even_at_every_microbatch_is_so_in_sum_as_far_as_it_can_be():
+    items = assign_two_levels(
+        np.array([1.0, 2, 3, 4]), num_groups=2, num_microbatches=2, per_microbatch=1, sync="microbatch"
+    )
+    assert sorted(map(sorted, items[:, :, 0].tolist())) == [[0, 3], [1, 2]]
+    assert items[:, 0, 0].tolist() == [3, 2]
