@@ -37,15 +37,20 @@ def load_config(text: str) -> LoaderConfig:
         OSError: The file cannot be read.
     """
     _look_into(Path.cwd())
-    if text.endswith((".yaml", ".yml")) or Path(text).is_file():
-        return _from_yaml(Path(text))
+    path = Path(text)
+    if path.suffix == ".py":
+        raise ConfigError(f"{text} names no attribute: add one, as in {text}:config; {_FORMS}")
+    if path.suffix in (".yaml", ".yml") and not path.exists():
+        raise ConfigError(f"{text} is not there, seen from {Path.cwd()}; {_FORMS}")
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return _from_yaml(path)
     where, colon, attribute = text.rpartition(":")
     if not colon or not where or not attribute:
         raise ConfigError(f"{text!r} is no settings: {_FORMS}")
     found: Any = _module(where)
     for name in attribute.split("."):
         if not hasattr(found, name):
-            raise ConfigError(f"{where} has no {attribute!r}")
+            raise ConfigError(f"{where} has no {attribute!r}; {_FORMS}")
         found = getattr(found, name)
     return _config_of(found, text)
 
@@ -64,7 +69,7 @@ def _module(where: str) -> Any:
     path = Path(where)
     is_file = where.endswith(".py")
     if is_file and not path.is_file():
-        raise ConfigError(f"{where} is not there")
+        raise ConfigError(f"{where} is not there, seen from {Path.cwd()}; {_FORMS}")
     try:
         if not is_file:
             return importlib.import_module(where)

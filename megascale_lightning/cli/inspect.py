@@ -16,7 +16,7 @@ from megascale_lightning.errors import ConfigError, MegaScaleError
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.secrets import named_variables, redact, remember_secrets
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "remember_all_secrets"]
 
 _SCAN: Final = 1000
 _BAR: Final = 40
@@ -77,7 +77,7 @@ def _inspect(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """All reports, shown as they are made unless they are wanted as JSON."""
     config = load_config(chosen.config)
     pairs = [(stream, source) for stream, sources in config.streams().items() for source in sources]
-    _remember_secrets(config, [source for _, source in pairs])
+    remember_all_secrets(config, [source for _, source in pairs])
     wanted = [(stream, source) for stream, source in pairs if chosen.source in (None, source.name)]
     if not wanted:
         names = ", ".join(dict.fromkeys(source.name for _, source in pairs))
@@ -90,7 +90,7 @@ def _inspect(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def _remember_secrets(config: LoaderConfig, sources: Sequence[Source]) -> None:
+def remember_all_secrets(config: LoaderConfig, sources: Sequence[Source]) -> None:
     """Records may hold the credentials of any of them: none is shown."""
     names = list(config.env)
     for source in sources:

@@ -24,7 +24,7 @@ from megascale_lightning.sources.stores.secrets import redact
 from megascale_lightning.sources.survey import build_manifest
 from megascale_lightning.types import BAD_REASONS
 
-__all__ = ["inspect_source"]
+__all__ = ["bin_edges", "inspect_source"]
 
 _SCAN_S: Final = 4.0
 _COUNT_S: Final = 2.0
@@ -127,7 +127,7 @@ def _lengths(scan: Scan, source: Source, rows: Rows) -> dict[str, Any] | None:
     total = int((values * counts).sum())
     reached = np.cumsum(counts)
     over = int(counts[values > rows.capacity].sum())
-    edges = _edges(int(values[0]), int(values[-1]))
+    edges = bin_edges(int(values[0]), int(values[-1]))
     bins = [int(counts[(values >= a) & (values < b)].sum()) for a, b in pairwise(edges)]
     quantile = {
         name: int(values[np.searchsorted(reached, share * reached[-1])])
@@ -148,7 +148,7 @@ def _lengths(scan: Scan, source: Source, rows: Rows) -> dict[str, Any] | None:
     }
 
 
-def _edges(least: int, most: int) -> list[int]:
+def bin_edges(least: int, most: int) -> list[int]:
     """Where bins begin, and the end: powers of two where lengths span much, else equal steps."""
     if most >= 16 * max(least, 1):
         low = 0 if least == 0 else 1 << (least.bit_length() - 1)

@@ -120,8 +120,8 @@ class BatchRunner:
             found = self._attempted(block, rows, epoch)
         if isinstance(found, Failed):
             if self._raises:
-                shown = show_call(self._name, epoch, block.unit, block.row_start + rows[0])
-                text = f"{_rows_text(block, rows)}: {found.message}; {shown}.transformed makes this call again"
+                shown = show_call(self._name, epoch, block.unit, block.row_start + rows[0], ".transformed")
+                text = f"{_rows_text(block, rows)}: {found.message}; {shown} makes this call again"
                 raise DataError(f'{text}; on_error="skip" finds the records that it fails for, and drops them') from (
                     found.error
                 )

@@ -18,6 +18,7 @@ from megascale_lightning.loading.samplefields import scatter_samples, stack_samp
 from megascale_lightning.loading.tokencolumns import token_column
 from megascale_lightning.loading.transforms import UNREADABLE, Failed, unreadable_rows
 from megascale_lightning.sources.formats.arrowcolumns import is_number_list, list_column, list_value_type, scalar_column
+from megascale_lightning.sources.records import missing_key
 from megascale_lightning.types import Ragged
 
 __all__ = ["Fields", "Fragment", "from_columns", "from_samples", "from_table", "narrow"]
@@ -199,8 +200,8 @@ def from_samples(samples: Sequence[Mapping[str, Any] | Failed], fields: Fields, 
             if sample.get(field) is None:
                 if transform is not None and field not in sample:
                     raise DataError(_left_out(transform, field, sample))
-                there = "is null" if field in sample else f"is not among its keys {sorted(map(str, sample))}"
-                built.fail(field, {row: there})
+                problem = f"{field!r} is null" if field in sample else missing_key(field, sample)
+                built.failures.setdefault(row, Failed(reason, problem))
     for field in fields.tokens:
         built.add_tokens(field, *_ragged(field, len(samples), good))
     lengths = _lengths(built, good, fields.length)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,6 +80,8 @@ def check_folder(path: str) -> None:
         with tempfile.TemporaryFile(dir=os.path.dirname(path)):
             pass
         if os.path.exists(path):
+            _check_regular(os.stat(path))
+        if os.path.lexists(path):
             with open(path, "ab"):
                 pass
     except OSError as error:
@@ -149,6 +153,7 @@ class QuarantineFile:
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
+            _check_regular(os.fstat(descriptor))
             with _alone(descriptor) as is_alone:
                 self._catch_up(descriptor, is_alone)
                 fresh = {key: record for key, record in records.items() if key not in self._known}
@@ -195,7 +200,7 @@ class QuarantineFile:
             "message": redact(record.message)[:_MAX_MESSAGE],
             "digest": record.digest,
             "size": record.size,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "data": self._data,
         }
         return json.dumps(entry).encode("ascii") + b"\n"
@@ -204,6 +209,12 @@ class QuarantineFile:
         if what not in self._said:
             self._said.add(what)
             logger.warning("source %r of stream %r: bad records %s", self._source, self._place.stream, text)
+
+
+def _check_regular(found: os.stat_result) -> None:
+    """What is read back of a device, such as /dev/full, may never end. Raises: OSError."""
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

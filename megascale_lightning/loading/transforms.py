@@ -198,9 +198,9 @@ def unreadable_rows(table: Any) -> dict[int, str]:
     return found
 
 
-def show_call(source: str, epoch: int, unit: int, row: int) -> str:
-    """The call that shows a record, for messages."""
-    return f"loader.sample({(source, epoch, unit, row)!r})"
+def show_call(source: str, epoch: int, unit: int, row: int, attribute: str = "") -> str:
+    """What shows a record, for messages: there is a loader in a bare loop, and a data module in a trainer."""
+    return f".sample({(source, epoch, unit, row)!r}){attribute} of the loader or the data module"
 
 
 class _OutsideError(Exception):

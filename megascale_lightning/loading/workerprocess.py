@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import threading
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -69,9 +70,14 @@ def _end_with(parent: int, lifeline: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+    _watch(lifeline)
+    os.register_at_fork(after_in_child=partial(_watch, lifeline))  # what the transform forks ends with us, too
 
+
+def _watch(lifeline: int) -> None:
     def watch() -> None:
-        os.read(lifeline, 1)
-        os._exit(1)
+        with suppress(OSError):  # closed, in a fork that wants to be alone
+            os.read(lifeline, 1)
+            os._exit(1)
 
     threading.Thread(target=watch, name="megascale-lifeline", daemon=True).start()

@@ -19,7 +19,7 @@ from megascale_lightning.loading.runs import Run
 from megascale_lightning.loading.transforms import Failed, SampleRunner
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.reader import make_reader
-from megascale_lightning.sources.records import RecordBlock, SourceReader
+from megascale_lightning.sources.records import RecordBlock, SourceReader, missing_key
 from megascale_lightning.sources.source import Source
 
 __all__ = ["Kept", "SampleWork", "TokenWork", "Work"]
@@ -155,7 +155,7 @@ class SampleWork(Work):
             return sample
         missing = [name for name in columns if name not in sample]
         if missing:
-            raise _NoColumnError(f"{missing[0]!r} is not among its keys {sorted(sample)}")
+            raise _NoColumnError(missing_key(missing[0], sample))
         return {name: sample[name] for name in columns}
 
 

@@ -6,7 +6,25 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["function_name", "rng_is_keyword", "takes_rng"]
+from megascale_lightning.errors import DataError, MegaScaleError
+
+__all__ = ["call_data", "function_name", "rng_is_keyword", "takes_rng"]
+
+
+def call_data(name: str, data: Callable[[], Any]) -> Any:
+    """What the callable that source `name` has as its data returns.
+
+    Raises:
+        DataError: It failed; names the source.
+    """
+    try:
+        return data()
+    except (MegaScaleError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # also an exit, or a panic of a library that is written in Rust
+        raise DataError(
+            f"source {name!r}: its callable {function_name(data)} failed: {type(error).__name__}: {error}"
+        ) from error
 
 
 def takes_rng(transform: Callable[..., Any]) -> bool:

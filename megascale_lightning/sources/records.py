@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["RecordBlock", "SourceReader", "block_of"]
+__all__ = ["RecordBlock", "SourceReader", "block_of", "missing_key"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,12 @@ def block_of(unit: int, row_start: int, decoded: Iterable[tuple[Any, str | None,
     return RecordBlock(
         unit=unit, row_start=row_start, num_rows=len(objects), objects=objects, failures=failures, raw=raw
     )
+
+
+def missing_key(name: str, keys: Iterable[Any]) -> str:
+    """What is wrong with a record that lacks a field, for messages."""
+    there = sorted(map(str, keys))
+    return f"{name!r} is not among its keys {there}: correct the name, or give a transform that makes it"
 
 
 class SourceReader(ABC):

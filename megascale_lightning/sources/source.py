@@ -12,7 +12,8 @@ from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.functions import function_name, takes_rng
 from megascale_lightning.sources.stores.files import flat_paths
 from megascale_lightning.sources.stores.filesystems import is_filesystem
-from megascale_lightning.sources.stores.secrets import has_password, leaves, without_secrets
+from megascale_lightning.sources.stores.secrets import has_password, leaves, masked, without_secrets
+from megascale_lightning.sources.stores.storage import is_web
 
 __all__ = ["Executor", "Format", "OnError", "Overlong", "Source"]
 
@@ -148,6 +149,12 @@ class Source:
                 "a URL holds a user name and a password, and URLs are kept in checkpoints and logs: leave them out of "
                 "it and give storage_options, for HTTP {'headers': {'Authorization': 'env:NAME'}} with a variable that "
                 "holds 'Basic ...' or 'Bearer ...'"
+            )
+        cut = next((path for path in paths if is_web(path) and "#" in path), None)
+        if cut is not None:
+            found.append(
+                f"a web server is not sent what follows the '#' in {masked(cut)}: write %23 where a name has a '#', or "
+                "leave it out"
             )
         if self.filesystem is None and any(map(_is_chained, paths)):
             found.append(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megascale_lightning.errors import EmptySourceError
+from megascale_lightning.errors import EmptySourceError, MegaScaleWarning
 from megascale_lightning.sources.formats import dataset, find_file_format, load_format
 from megascale_lightning.sources.formats.folderformats import find_folder_format
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.stores.files import find_files, is_file_data
-from megascale_lightning.sources.stores.storage import FileInfo, Storage
+from megascale_lightning.sources.stores.files import find_files, flat_paths, is_file_data
+from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_url
 
 __all__ = ["build_manifest"]
 
@@ -41,6 +42,7 @@ def build_manifest(
         EmptySourceError: There is no record at all.
         DataError: A file cannot be read.
     """
+    _warn_of_ignored(source)
     storage = Storage.of(source)
     kind, made = _recognise(source, storage)
     if kind in ("dataset", "iterable") and portable:
@@ -56,6 +58,17 @@ def build_manifest(
             raise EmptySourceError(f"source {source.name!r}: its dataset is empty")
         raise EmptySourceError(f"source {source.name!r}: its {len(files)} files hold no record ({files[0].path}, ...)")
     return Manifest(files, units, kind, sliced)
+
+
+def _warn_of_ignored(source: Source) -> None:
+    if not source.storage_options or (source.filesystem is None and any(map(is_url, flat_paths(source.data)))):
+        return
+    why = "filesystem= reads the files" if source.filesystem is not None else "its data name no URL"
+    warnings.warn(
+        f"source {source.name!r}: storage_options are ignored, since {why}: leave them out",
+        MegaScaleWarning,
+        stacklevel=3,
+    )
 
 
 def _recognise(source: Source, storage: Storage) -> tuple[str, Any]:

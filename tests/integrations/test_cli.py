@@ -356,6 +356,7 @@ class TestSecrets:
             run("fit", "--print_config", config=config)
         assert yaml.safe_load(capsys.readouterr().out)["data"]["sources"] == config["data"]["sources"]
 
+    @pytest.mark.filterwarnings("ignore:source 'web'.* storage_options are ignored")
     def test_saved_settings_and_hyperparameters_have_none(
         self, corpus: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

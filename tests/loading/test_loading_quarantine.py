@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 import subprocess
 import sys
@@ -213,6 +214,19 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, occupied: str) -> None:
     with pytest.raises(ConfigError, match=r"quarantine_dir.*skip") as caught:
         check_folder(path)
     assert path in str(caught.value)
+
+
+@pytest.mark.watchdog(20)
+@pytest.mark.parametrize("target", ["/dev/full", "nowhere/web.jsonl", "pipe"])
+def test_a_link_to_what_is_no_file(path: Path, target: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What is read of /dev/full never ends, and a pipe waits for somebody."""
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path.parent / "pipe")
+    path.symlink_to(target)
+    with pytest.raises(ConfigError, match=rf"{path}, which cannot be written: .*quarantine_dir"):
+        check_folder(str(path))
+    writer_of(path).add([bad(1)])
+    assert f"cannot be listed in {path}" in caplog.text
 
 
 def test_looking_at_a_folder_leaves_nothing_in_it(path: Path) -> None:

@@ -369,6 +369,21 @@ def test_a_panic_of_a_library_is_a_failure_of_the_sample():
     assert meta_of(panics, on_error="skip").kept.tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize("setting", ["transform", "transform_batched"])
+def test_an_error_says_what_shows_the_record(setting):
+    """In words that fit a bare loop and a trainer, where there is no `loader` in sight."""
+
+    def fails(given):
+        raise ValueError("bad")
+
+    source = Source("web", RECORDS, shuffle=False, **{setting: fails})
+    loaded = LoadedSource(source, build_manifest(source))
+    loader = SourceLoader({"train": [loaded]}, {"train": PackedRows(64, 1)}, 0, 4, 1 << 20, 1 << 20)
+    shown = r": ValueError: bad.*; \.sample\(\('web', 3, 0, 0\)\)\S* of the loader or the data module (shows|makes)"
+    with pytest.raises(DataError, match=shown):
+        loader.describe(PartKey("train", 0, 3, 0, 0))
+
+
 def test_what_a_transform_changes_in_place_is_its_own():
     """Also where it is called again for the same record: behind an error that passes, or in the next epoch."""
     records = [{"n": n, "ids": [n, [n]], "array": np.zeros(2, np.int64)} for n in range(3)]

@@ -11,6 +11,7 @@ import pytest
 
 from megascale_lightning import LoaderConfig, MegaScaleLoader, PackedRows, Source
 from megascale_lightning.errors import ConfigError, CorruptDataError, DataError, EmptySourceError
+from megascale_lightning.loading.transforms import unreadable_rows
 from megascale_lightning.sources import build_manifest, make_reader
 from megascale_lightning.sources.formats import Resources
 from megascale_lightning.sources.formats.arrow.format import FORMAT, ArrowReader
@@ -228,8 +229,57 @@ def outcome_of(reader, unit, rows):
         block = reader.read(unit)
     except (CorruptDataError, ConfigError):
         return "refused"
-    assert len(block.samples()) == block.num_rows == rows
+    try:
+        assert len(block.samples()) == block.num_rows == rows
+    except UnicodeDecodeError:
+        assert unreadable_rows(block.table)
     return "read"
+
+
+TEXT = pa.StringArray.from_buffers(3, pa.py_buffer(np.array([0, 1, 2, 3], np.int32)), pa.py_buffer(b"a\xffc"))
+LONG_TEXT = pa.LargeStringArray.from_buffers(3, pa.py_buffer(np.array([0, 1, 2, 3])), pa.py_buffer(b"a\xffc"))
+BROKEN_TEXT = pa.StringArray.from_buffers(3, pa.py_buffer(np.array([0, 99, 2, 3], np.int32)), pa.py_buffer(b"a\xffc"))
+TEXTS = {
+    "text": lambda text: text,
+    "long text": lambda text: LONG_TEXT if text is TEXT else text,
+    "dictionary": lambda text: pa.DictionaryArray.from_arrays(pa.array([0, 1, 2]), text),
+    "list": lambda text: pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), text),
+    "long list": lambda text: pa.LargeListArray.from_arrays(pa.array([0, 1, 2, 3]), text),
+    "fixed list": lambda text: pa.FixedSizeListArray.from_arrays(text, 1),
+    "struct": lambda text: pa.StructArray.from_arrays([text, pa.array([1, 2, 3])], ["text", "n"]),
+    "map": lambda text: pa.MapArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), text, text),
+}
+
+
+@pytest.mark.parametrize("way", [write_file, lambda path, table: write_stream(path, [table])], ids=["file", "stream"])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_text_that_is_no_utf8_breaks_its_record_alone(tmp_path, kind, way):
+    path = str(tmp_path / "a.arrow")
+    way(path, pa.table({"input_ids": [[1], [2], [3]], "more": TEXTS[kind](TEXT)}))
+    source = Source("s", path, columns=("more",))
+    block = make_reader(source, build_manifest(source), ("more",)).read(0)
+    assert list(unreadable_rows(block.table)) == [1]
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_an_offset_that_leads_out_of_the_text_breaks_the_unit(tmp_path, kind):
+    path = str(tmp_path / "a.arrow")
+    write_file(path, pa.table({"input_ids": [[1], [2], [3]], "more": TEXTS[kind](BROKEN_TEXT)}))
+    source = Source("s", path, columns=("more",))
+    with pytest.raises(CorruptDataError, match=r"'s': .*unit 0 cannot be read"):
+        make_reader(source, build_manifest(source), ("more",)).read(0)
+
+
+@pytest.mark.filterwarnings("ignore::megascale_lightning.errors.MegaScaleWarning")
+def test_records_beside_text_that_is_no_utf8_are_delivered(tmp_path):
+    path = str(tmp_path / "a.arrow")
+    write_file(path, pa.table({"input_ids": [[1], [2], [3]], "text": TEXT}))
+    source = Source("s", path, transform=dict, on_error="skip", epochs=1)
+    rows = PackedRows(8, 1)
+    with MegaScaleLoader(LoaderConfig(sources=[source], rows=rows, global_batch_size=1, runtime="local")) as loader:
+        ids = [sample for batch in loader for row in batch["megascale"].sample_ids() for sample in row]
+        dropped = loader.state_dict()["sources"]["s"]["dropped"]
+    assert (sorted(sample[3] for sample in ids), dropped["read_error"]) == ([0, 2], 1)
 
 
 def test_broken_bytes_never_give_records_of_their_own_making(tmp_path):

@@ -1,3 +1,6 @@
+"""File lists: patterns, braces and lists of them; what they name, and what they refuse."""
+
+import glob
 import os
 import pickle
 from pathlib import Path
@@ -5,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megascale_lightning.errors import ConfigError, DataError, EmptySourceError
+from megascale_lightning.errors import ConfigError, DataError, EmptySourceError, MegaScaleWarning
 from megascale_lightning.sources import Source, build_manifest
 from megascale_lightning.sources.formats import find_file_format
 from megascale_lightning.sources.stores.files import expand_braces, find_files
@@ -66,6 +69,20 @@ def test_a_url_is_read_through_fsspec():
         find_files("m", "memory://urls/none-*.jsonl")
 
 
+def test_storage_options_without_use_are_announced(shards):
+    fsspec = pytest.importorskip("fsspec")
+    local = str(shards / "t-0.jsonl")
+    for data, filesystem, why in (
+        (local, None, "its data name no URL"),
+        ([{"input_ids": [1]}], None, "its data name no URL"),
+        (local, fsspec.filesystem("file"), "filesystem= reads the files"),
+    ):
+        source = Source("s", data, storage_options={"anon": True}, filesystem=filesystem)
+        with pytest.warns(MegaScaleWarning, match=f"'s': storage_options are ignored, since {why}"):
+            build_manifest(source)
+    assert build_manifest(Source("s", [local, f"file://{local}"], storage_options={"auto_mkdir": False})).files
+
+
 def test_a_changed_file_is_refused(shards):
     info = find_files("s", str(shards / "t-0.jsonl"))[0]
     (shards / "t-0.jsonl").write_text("longer than before, by far\n")
@@ -119,3 +136,42 @@ def test_files_that_belong_to_others_do_not_tell_the_format() -> None:
     assert find_file_format(source, ["a.tar", "a.tar.idx"]) == "webdataset"
     with pytest.raises(ConfigError, match=r"a\.tar is webdataset and b\.txt is text"):
         find_file_format(source, ["a.tar", "b.txt"])
+
+
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "**", "a/**/**/x.jsonl", "**/b/**/*", "?/**/*.jsonl", "**/*/c/*"])
+def test_two_stars_are_folders_at_any_depth_as_python_has_them(tmp_path: Path, pattern: str) -> None:
+    for folder in ("a/b/c", "a/.hidden", "d", "a/a"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "x.jsonl").write_text("{}\n")
+    (tmp_path / "a" / "linked").symlink_to(tmp_path / "d")
+    (tmp_path / "top.jsonl").write_text("{}\n")
+    pattern = str(tmp_path / pattern)
+    assert [info.path for info in find_files("s", pattern)] == sorted(
+        {path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
+    )
+
+
+@pytest.mark.watchdog(20)
+def test_two_stars_do_not_follow_a_link_back_up(tmp_path: Path) -> None:
+    """Two links in a folder: python's glob would list its file 2^40 times."""
+    folder, other = tmp_path / "a", tmp_path / "b"
+    for made in (folder, other):
+        made.mkdir()
+        (made / "x.jsonl").write_text("{}\n")
+    (folder / "me").symlink_to(".")
+    (folder / "up").symlink_to("..")
+    (folder / "other").symlink_to(other)
+    (other / "back").symlink_to(folder)
+    found = [info.path for info in find_files("s", str(folder / "**" / "*.jsonl"))]
+    assert found == [str(folder / "other" / "x.jsonl"), str(folder / "x.jsonl")]
+
+
+def test_a_name_that_is_a_pattern_is_the_file_unless_the_pattern_matches_another(tmp_path: Path) -> None:
+    (tmp_path / "*.jsonl").write_text("{}\n")
+    assert names(find_files("s", str(tmp_path / "*.jsonl"))) == ["*.jsonl"]
+    (tmp_path / "b.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"'s': .*\*\.jsonl is a file, and a pattern .*b\.jsonl: write .*/\[\*\]\.js"):
+        find_files("s", str(tmp_path / "*.jsonl"))
+    assert names(find_files("s", str(tmp_path / "[*].jsonl"))) == ["*.jsonl"]
+    (tmp_path / "a[1].jsonl").write_text("{}\n")
+    assert names(find_files("s", str(tmp_path / "a[1].jsonl"))) == ["a[1].jsonl"]

@@ -108,7 +108,7 @@ class TestHosts:
         fsspec.register_implementation("unpacked", "no_such_module.Store", errtxt="install no-such", clobber=True)
         for data in ("unpacked://b/folder", "unpacked://b/folder/index.json"):
             with pytest.raises(
-                ConfigError, match=r"unpacked:// needs a package that is not installed: install no-such"
+                ConfigError, match=r"^source 'web': unpacked://b/fol.* needs a package .*: install no-such"
             ):
                 build_manifest(Source("web", data, format="mds"))
 

@@ -192,6 +192,18 @@ def test_what_the_source_asks_for_and_does_not_have(tmp_path):
         build_manifest(Source("s", str(tmp_path / "empty"), format="images"))
 
 
+def test_a_record_without_a_field_that_is_asked_for_lists_all_it_has(tmp_path):
+    line = json.dumps({"file_name": "a.jpg", "score": 1})
+    data = put(tmp_path, {"a.jpg": "a", "metadata.jsonl": line})
+    there = ["caption", "image", "label", "path", "score"]
+    _, failures = read_all(data, ("score", "input_ids"))
+    assert failures[0].startswith(f"image {data}/a.jpg: 'input_ids' is not among its keys {there}: correct the name")
+    assert read_all(data, ("score", "input_ids"), transform=dict) == ([{"score": 1}], {})
+    config = LoaderConfig(sources=[Source("s", data)], rows=PackedRows(8, 1), global_batch_size=1, runtime="local")
+    with MegaScaleLoader(config) as loader, pytest.raises(DataError, match=r"'input_ids' is not .*'path'"):
+        next(iter(loader))
+
+
 def test_an_image_that_is_gone_is_named(tmp_path):
     reader, _ = open_source(put(tmp_path, {"a.jpg": "a", "b.jpg": "b"}))
     (tmp_path / "b.jpg").unlink()

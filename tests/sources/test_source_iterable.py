@@ -218,6 +218,29 @@ def test_sys_exit_is_an_error():
         reader_of(factory).read_slice(0, 0, 0)
 
 
+class Panic(BaseException):
+    """As libraries written in Rust raise it."""
+
+
+def test_a_panic_names_source_and_record():
+    def factory():
+        yield 1
+        raise Panic("index out of bounds")
+
+    with pytest.raises(DataError, match="source 's': its iterable failed at record 1: Panic: index out of bounds"):
+        reader_of(factory).read_slice(0, 0, 0)
+
+
+@pytest.mark.parametrize("form", [None, "iterable", "dataset"])
+@pytest.mark.parametrize("error", [Panic("gone"), OSError("gone")])
+def test_a_callable_that_fails_names_the_source(form, error):
+    def factory():
+        raise error
+
+    with pytest.raises(DataError, match=rf"source 's': its callable '.*factory' failed: {type(error).__name__}: gone"):
+        build_manifest(Source("s", factory, format=form))
+
+
 class TestRecognised:
     def format_of(self, data):
         with warnings.catch_warnings():

@@ -79,6 +79,7 @@ class TestCredentials:
         with pytest.raises(ConfigError, match=r"'web': storage_options\['headers'\]\['Authorization'\].*'NOT_THERE'"):
             find_files("web", source.data, Storage.of(source))
 
+    @pytest.mark.filterwarnings("ignore:source 'web'.* storage_options are ignored")
     def test_variables_that_are_missing_are_named_before_anything_starts(self, tmp_path):
         (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}\n')
         source = Source("web", str(tmp_path / "a.jsonl"), storage_options={"key": "env:NOT_THERE"})

@@ -92,6 +92,21 @@ class TestLists:
         with pytest.raises(ConfigError, match=f"no file matches {server.url}/none.bin$"):
             find_files("web", f"{server.url}/none.bin")
 
+    def test_a_pattern_without_an_index_page_is_told_apart_from_no_match(self, server):
+        write(server, "index.html", b"<html>nothing here</html>")
+        with pytest.raises(ConfigError, match=rf"no file matches {server.url}/\*\.bin; .* index page .* by braces"):
+            find_files("web", f"{server.url}/*.bin")
+
+    def test_a_fragment_is_no_part_of_a_name(self, server):
+        write(server, "a", b"another file")
+        write(server, "a#b.bin", b"12345")
+        with pytest.raises(ConfigError, match=rf"source 'web': .* the '#' in {server.url}/a#b\.bin: write %23"):
+            Source("web", [f"{server.url}/a#b.bin"])
+        source = Source("web", f"{server.url}/a%23b.bin")
+        storage = Storage.of(source)
+        with storage.open(*find_files("web", source.data, storage)) as stream:
+            assert stream.read() == b"12345"
+
     def test_a_refusal_is_no_missing_file(self, server):
         url = write(server, "a.bin", b"1")
         server.fault = lambda _: 403

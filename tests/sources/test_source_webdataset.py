@@ -1,6 +1,7 @@
 """Tar shards: grouping, fields, slices, damage, and whole runs over them."""
 
 import io
+import re
 import tarfile
 from contextlib import closing
 from pathlib import Path
@@ -145,7 +146,24 @@ class TestFields:
         fields = {"image": "png;jpg", "text": ["txt", "json[text][1]"], "n": "json[text][5],json[n]"}
         assert self.sample(tmp_path, fields=fields) == {"__key__": "a", "image": b"\xff", "text": "y", "n": 1}
         assert self.sample(tmp_path, ["text"], fields=fields) == {"__key__": "a", "text": "y"}
-        assert self.sample(tmp_path, ["cls", "absent"]) == {"__key__": "a", "cls": 7}
+        assert self.sample(tmp_path, ["cls"]) == {"__key__": "a", "cls": 7}
+
+    def test_of_one_that_is_asked_for_and_missing_all_keys_are_listed(self, tmp_path):
+        """Those that were left out, too, for the one that was meant is likely among them."""
+        data = tar_bytes(self.ENTRIES)
+        there = r"is not among its keys \['__key__', 'bin', 'caption.txt', 'cls', 'jpg', 'json'\]: correct the name"
+        (problem,) = read_tar(tmp_path, data, ["cls", "caption"]).failures.values()
+        assert re.match(rf"'caption' {there}", problem)
+        fields = {"fields": {"image": "jpg", "text": "caption.txt"}}
+        (problem,) = read_tar(tmp_path, data, ["input_ids"], format_options=fields).failures.values()
+        assert problem.startswith("'input_ids' is not among its keys ['__key__', 'image', 'text']: correct the name")
+        # A transform may do without.
+        reader, _ = open_source(str(tmp_path / "a.tar"), ["cls", "caption"], transform=dict)
+        assert reader.read(0).objects == [{"__key__": "a", "cls": 7}]
+        source = Source("s", str(tmp_path / "a.tar"), columns=("cls", "caption"))
+        config = LoaderConfig(sources=[source], rows=CollatedRows(1), global_batch_size=1, runtime="local")
+        with MegaScaleLoader(config) as loader, pytest.raises(DataError, match=rf"unit 0, row 0: 'caption' {there}"):
+            next(iter(loader))
 
     def test_arrays_with_objects_are_not_unpickled(self, tmp_path):
         sink = io.BytesIO()

@@ -12,6 +12,7 @@ import numpy as np
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.functions import call_data
 from megascale_lightning.sources.globalstates import lent_states
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.pickled import pickling_problem
@@ -44,11 +45,12 @@ def resolve_dataset(source: Source) -> Any:
 
     Raises:
         ConfigError: It has no length or no items.
+        DataError: The callable failed.
     """
     data = source.data
     if _is_called(data):
         with lent_states():  # the callable may draw, and these are the user's own
-            data = data()
+            data = call_data(source.name, data)
     if not _is_map_style(data):
         raise ConfigError(
             f"source {source.name!r}: a dataset needs __len__ and __getitem__, {type(data).__name__} lacks one; "
@@ -62,6 +64,7 @@ def recognise_data(source: Source) -> tuple[str, Any]:
 
     Raises:
         ConfigError: They are neither, or an iterable that is no callable.
+        DataError: The callable failed.
     """
     data = source.data
     if not _is_called(data):
@@ -73,7 +76,7 @@ def recognise_data(source: Source) -> tuple[str, Any]:
 
         raise no_callable(source)
     with lent_states():  # the callable may draw, and these are the user's own
-        made = data()
+        made = call_data(source.name, data)
     if _is_map_style(made):
         return "dataset", made
     if hasattr(made, "__iter__"):

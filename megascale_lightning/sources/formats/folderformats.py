@@ -14,6 +14,7 @@ from megascale_lightning.sources.formats.images.format import walk_files
 from megascale_lightning.sources.formats.webdataset.energon import find_file, is_prepared
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.files import expand_braces
+from megascale_lightning.sources.stores.globbing import match_local
 from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_web
 
 __all__ = ["find_folder_format"]
@@ -58,7 +59,7 @@ def _first_path(data: Any, storage: Storage) -> str | None:
     path = os.path.abspath(os.path.expanduser(path))
     if os.path.exists(path) or not glob.has_magic(path):
         return path
-    matches = sorted(glob.glob(path, recursive=True))
+    matches = match_local(path)
     return matches[0] if matches and all(os.path.isdir(match) for match in matches) else None
 
 

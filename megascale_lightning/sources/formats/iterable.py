@@ -13,6 +13,7 @@ import numpy as np
 from megascale_lightning.errors import ConfigError, DataError, MegaScaleWarning
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.formats.optionsets import check_options, is_count
+from megascale_lightning.sources.functions import call_data
 from megascale_lightning.sources.globalstates import OwnStates, lent_states
 from megascale_lightning.sources.manifest import UNIT, Manifest
 from megascale_lightning.sources.records import RecordBlock, SourceReader
@@ -35,10 +36,11 @@ def make_iterator(source: Source) -> Iterator[Any]:
 
     Raises:
         ConfigError: `data` is no callable, or what it returned is no iterable.
+        DataError: It failed.
     """
     if not callable(source.data):
         raise no_callable(source)
-    made = source.data()
+    made = call_data(source.name, source.data)
     if not hasattr(made, "__iter__"):
         raise ConfigError(
             f"source {source.name!r}: the callable returned a {type(made).__name__}, which is no iterable"
@@ -117,7 +119,9 @@ class _IteratorCursor:
         try:
             with self._states.lent():
                 records.extend(islice(self._iterator, self._slice_records))
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also an exit, or a panic of a library that is written in Rust
             row = self.next_index * self._slice_records + len(records)
             raise DataError(
                 f"source {self._name!r}: its iterable failed at record {row}: {type(error).__name__}: {error}; what "

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, cast
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.sources.stores.globbing import match_local
 from megascale_lightning.sources.stores.secrets import masked, without_secrets
 from megascale_lightning.sources.stores.storage import FileInfo, Storage, is_url, is_web
 
@@ -61,6 +62,8 @@ def _choices(body: str) -> list[str] | None:
 def find_files(name: str, data: Any, storage: Storage | None = None) -> tuple[FileInfo, ...]:
     """All files of source `name`, in list order, those of one glob sorted, each once.
 
+    A file of this machine whose name is a pattern, such as `a[1].jsonl`, is meant itself if it is all there is.
+
     Args:
         name: Of the source, for messages.
         data: As in `Source.data`: a path, a pattern, or a list of these.
@@ -68,7 +71,7 @@ def find_files(name: str, data: Any, storage: Storage | None = None) -> tuple[Fi
 
     Raises:
         NoFilesError: A pattern matches nothing, or a path is a directory or missing.
-        ConfigError: A list holds something else, or a store cannot be set up.
+        ConfigError: A list holds something else, a store cannot be set up, or a pattern is also the name of a file.
         DataError: A store does not answer, or refuses.
     """
     storage = storage or Storage()
@@ -135,10 +138,18 @@ def expanded_paths(data: Any, name: str) -> Iterator[str]:
 
 def _match_local(name: str, path: str, pattern: str) -> list[FileInfo]:
     path = os.path.abspath(os.path.expanduser(path))
-    if os.path.isfile(path):
+    is_file = os.path.isfile(path)
+    if is_file and not glob.has_magic(path):
+        return [FileInfo.local(path)]
+    paths = [found for found in match_local(path) if os.path.isfile(found)]
+    other = next((found for found in paths if found != path), None)
+    if is_file and other is not None:
+        raise ConfigError(
+            f"source {name!r}: {path} is a file, and a pattern that also matches {other}: write {glob.escape(path)} "
+            "for that file, or give it another name to read all that the pattern matches"
+        )
+    if is_file:
         paths = [path]
-    else:
-        paths = sorted(found for found in glob.glob(path, recursive=True) if os.path.isfile(found))
     if not paths:
         raise _nothing(name, path, pattern, is_dir=os.path.isdir(path))
     return [FileInfo.local(found) for found in paths]
@@ -227,5 +238,10 @@ def _nothing(name: str, path: str, pattern: str, *, is_dir: bool) -> NoFilesErro
     if is_dir:
         return NoFilesError(f"source {name!r}: {path} is a directory; name its files, such as {path}/*.parquet")
     of_pattern = "" if pattern == path else f" (of the pattern {pattern!r})"
-    local = "" if is_url(path) else f"; paths are relative to {os.getcwd()}"
-    return NoFilesError(f"source {name!r}: no file matches {path}{of_pattern}{local}")
+    more = "" if is_url(path) else f"; paths are relative to {os.getcwd()}"
+    if is_web(path) and _is_pattern(path):
+        more = (
+            "; of a web server only the files are found that its index page of the folder links to: where there is no "
+            "such page, name the files in a list or by braces, such as {000..127}"
+        )
+    return NoFilesError(f"source {name!r}: no file matches {path}{of_pattern}{more}")

@@ -16,6 +16,7 @@ from megascale_lightning.sources.stores.secrets import leaves, redact, remember_
 
 __all__ = [
     "Lease",
+    "StoreSetupError",
     "adapt_filesystem",
     "is_filesystem",
     "lease_filesystem",
@@ -33,6 +34,10 @@ _CONNECT_S, _SILENT_S = 15, 60
 """How long a connection may take to be made, and how long nothing may arrive on it."""
 _PLACES: Final = frozenset({"endpoint_url", "endpoint_override", "host", "account_name", "path", "protocol", "fo"})
 """Options that tell one store from another."""
+
+
+class StoreSetupError(ConfigError):
+    """fsspec, or what it needs for a URL, is not installed, or it refuses the options."""
 
 
 class _Shared:
@@ -68,7 +73,7 @@ def lease_filesystem(url: str, options: Mapping[str, Any]) -> Lease:
     fsspec's own sharing goes by thread: every thread would have connections of its own.
 
     Raises:
-        ConfigError: fsspec, or what it needs for this URL, is not installed, or it refuses the options.
+        StoreSetupError: As it says.
     """
     protocol = url.split("://", 1)[0]
     settings = {**url_settings(url), **options}
@@ -85,7 +90,7 @@ def url_settings(url: str) -> dict[str, Any]:
     """What a URL itself says of its filesystem: the host, the account; nothing for most.
 
     Raises:
-        ConfigError: As `lease_filesystem`.
+        StoreSetupError: As `lease_filesystem`.
     """
     found: dict[str, Any] = _set_up(url.split("://", 1)[0], lambda kind: kind._get_kwargs_from_urls(url), "this URL")
     return found
@@ -144,7 +149,7 @@ def _set_up(protocol: str, call: Callable[[Any], Any], what: str) -> Any:
         problem = f"needs a package that is not installed: {error}"
     except (TypeError, ValueError) as error:
         problem = f"cannot be set up with {what}: {error}"
-    raise ConfigError(redact(f"the filesystem of {protocol}:// {problem}"))
+    raise StoreSetupError(redact(f"the filesystem of {protocol}:// {problem}"))
 
 
 def _with_timeouts(settings: Mapping[str, Any]) -> dict[str, Any]:

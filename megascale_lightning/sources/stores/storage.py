@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar, cast
 from megascale_lightning.errors import ConfigError, DataError, MegaScaleError
 from megascale_lightning.sources.stores.filesystems import (
     Lease,
+    StoreSetupError,
     adapt_filesystem,
     lease_filesystem,
     modified_ns,
@@ -165,9 +166,10 @@ class Storage:
         return fs, str(fs._strip_protocol(url))
 
     def _connect(self, path: str, url: str) -> Any:
-        key = (url.split("://", 1)[0], repr(url_settings(url)))
+        of_source = f"source {self.name!r}: " if self.name else ""
 
         def lease() -> Lease:
+            key = (url.split("://", 1)[0], repr(url_settings(url)))
             with self._lock:
                 if key not in self._leases:
                     self._leases[key] = lease_filesystem(url, self._settled(url))
@@ -176,12 +178,13 @@ class Storage:
         failed = ""
         try:
             return self.attempt_at(path, lease).fs  # some connect at once
+        except StoreSetupError as error:
+            raise ConfigError(f"{of_source}{strip_signature(path)} cannot be read: {error}") from None
         except MegaScaleError:
             raise
         except Exception as error:
             failed = f"{type(error).__name__}: {error}"
         # Outside of the handler: the error itself may hold credentials, and is not to travel along.
-        of_source = f"source {self.name!r}: " if self.name else ""
         raise DataError(redact(f"{of_source}{strip_signature(path)} cannot be read: {failed}"))
 
     def outside(self, url: str, fs: Any, inside: str) -> str:

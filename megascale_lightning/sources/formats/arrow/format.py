@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
+from megascale_lightning.sources.formats.arrow.checking import check_table
 from megascale_lightning.sources.formats.arrow.messages import (
     FEATHER_V1,
     FILE_MAGIC,
@@ -202,7 +203,7 @@ class _OpenArrow:
             schema = pa.schema([schema.field(name) for name in columns])
             batches = [batch.select(list(columns)) for batch in batches]
         table = pa.Table.from_batches(batches, schema)
-        table.validate(full=True)
+        check_table(table)
         return table
 
     def forget(self) -> None:

@@ -17,7 +17,7 @@ from megascale_lightning.sources.formats import FORMATS, Listing, Resources, Sou
 from megascale_lightning.sources.formats.images.captions import METADATA_NAMES, Captions, is_text, stem_of
 from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_options
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.records import RecordBlock, SourceReader
+from megascale_lightning.sources.records import RecordBlock, SourceReader, missing_key
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.files import expanded_paths, find_files
 from megascale_lightning.sources.stores.secrets import without_secrets
@@ -191,6 +191,8 @@ class ImagesReader(SourceReader):
         self._source = source
         self._manifest = manifest
         self._columns = None if columns is None else set(columns)
+        # A transform may do without some of them.
+        self._needed = () if columns is None or source.is_transformed else tuple(columns)
         self._storage = storage
         self._beside: tuple[Captions, list[str]] | None = None
         self._lock = threading.Lock()
@@ -229,6 +231,9 @@ class ImagesReader(SourceReader):
         except ValueError as error:
             return f"image {info.path}: {error}"
         found = {"image": b"", "path": path, "label": path.rpartition("/")[0].rpartition("/")[2] or None, **columns}
+        missing = next((column for column in self._needed if column not in found), None)
+        if missing is not None:
+            return f"image {info.path}: {missing_key(missing, found)}"
         if self._columns is not None:
             found = {column: value for column, value in found.items() if column in self._columns}
         if "image" in found:

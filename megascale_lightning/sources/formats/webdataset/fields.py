@@ -13,6 +13,7 @@ import numpy as np
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_options
 from megascale_lightning.sources.formats.webdataset.samples import Part, TarSample
+from megascale_lightning.sources.records import missing_key
 from megascale_lightning.sources.source import Source
 
 __all__ = ["SampleMaker", "check_tar_options"]
@@ -104,6 +105,9 @@ class SampleMaker:
         self._decodes = bool(options.get("decode", True))
         self._adds_url = bool(options.get("url", False))
         self._columns = None if columns is None else set(columns)
+        # A transform may do without some of them.
+        self._needed = () if columns is None or source.is_transformed else tuple(columns)
+        self._mapped = mapped
         self._fields: dict[str, list[tuple[str, list[str]]]] | None = None
         if mapped is not None:
             missing = sorted(set(source.columns or ()) - set(mapped) - {"__key__", "__url__"})
@@ -135,6 +139,10 @@ class SampleMaker:
             for name, alternatives in self._fields.items():
                 if sample.problem is None:
                     found[name] = self._pick(sample, name, alternatives)
+        missing = next((name for name in self._needed if name not in found), None)
+        if missing is not None:
+            there = ["__key__", *(sample.parts if self._mapped is None else self._mapped)]
+            sample.fail(missing_key(missing, there), sample.raw)
         return None if sample.problem is not None else found
 
     def _pick(self, sample: TarSample, name: str, alternatives: Sequence[tuple[str, list[str]]]) -> Any:
