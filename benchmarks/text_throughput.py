@@ -16,8 +16,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from apart import run_apart
 from process_tree import adopt_orphans, cpu_seconds, process_tree, pss_bytes
 from text_corpus import PAD_ID, WEIGHTS, CorpusSize, corpus_files, write_corpus
 from text_report import Summary, machine, summarise
@@ -139,24 +138,10 @@ def measure(name: str, data: Path, settings: Settings) -> Measurement:
     )
 
 
-def run_apart(name: str, data: Path, options: list[str], timeout_s: float = 180.0) -> Measurement | str:
+def measure_apart(name: str, data: Path, options: list[str]) -> Measurement | str:
     """Measure one loader in a process of its own; the end of its error output if it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, __file__, *options, "--data", str(data), "--child", name, "--result", str(result)]
-        with (Path(folder) / "log").open("w+") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                for pid in process_tree(process.pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                process.wait()
-            if result.exists():
-                return Measurement(**json.loads(result.read_text()))
-            log.seek(0)
-            return f"exit status {process.returncode}: " + " | ".join(log.read().splitlines()[-3:])
+    found = run_apart([sys.executable, __file__, *options, "--data", str(data), "--child", name], timeout_s=180.0)
+    return found if isinstance(found, str) else Measurement(**found)
 
 
 def run(data: Path, settings: Settings, loaders: tuple[str, ...], options: list[str]) -> Summary:
@@ -167,7 +152,7 @@ def run(data: Path, settings: Settings, loaders: tuple[str, ...], options: list[
     problems: list[str] = []
     for number in range(settings.rounds):
         for name in loaders[:: -1 if number % 2 else 1]:
-            found = run_apart(name, data, options)
+            found = measure_apart(name, data, options)
             if isinstance(found, str):
                 problems.append(f"{name}, round {number + 1}: {found}")
                 print(problems[-1], file=sys.stderr, flush=True)

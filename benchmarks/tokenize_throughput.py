@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from process_tree import adopt_orphans, cpu_seconds, process_tree
+from apart import run_apart
+from process_tree import adopt_orphans, cpu_seconds
 from text_report import commit, machine, versions
 from tokenize_corpus import FORMATS, write_corpus
 
@@ -97,27 +96,13 @@ def _measured(counts: Any) -> Measurement:
     return Measurement(tokens=tokens, wall_s=wall, cpu_s=used, to_first_s=to_first)
 
 
-def run_apart(name: str, root: Path, timeout_s: float = 240.0) -> Measurement | str:
+def measure_apart(name: str, root: Path) -> Measurement | str:
     """Measure one loader in a process of its own; the end of its error output if it fails."""
     threads = WORKERS if name.startswith("bare") else 1
     environment = {**os.environ, "RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": str(threads > 1).lower()}
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        script = str(Path(__file__).with_name("tokenize.py"))
-        command = [sys.executable, script, "--data", str(root), "--child", name, "--result", str(result)]
-        with (Path(folder) / "log").open("w+") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                for pid in process_tree(process.pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                process.wait()
-            if result.exists():
-                return Measurement(**json.loads(result.read_text()))
-            log.seek(0)
-            return f"exit status {process.returncode}: " + " | ".join(log.read().splitlines()[-3:])
+    script = str(Path(__file__).with_name("tokenize.py"))
+    found = run_apart([sys.executable, script, "--data", str(root), "--child", name], 240.0, environment)
+    return found if isinstance(found, str) else Measurement(**found)
 
 
 def run(root: Path, settings: Settings) -> dict[str, Any]:
@@ -129,7 +114,7 @@ def run(root: Path, settings: Settings) -> dict[str, Any]:
     problems = []
     for number in range(settings.rounds):
         for name in names[:: -1 if number % 2 else 1]:
-            found = run_apart(name, root)
+            found = measure_apart(name, root)
             if isinstance(found, str):
                 problems.append(f"{name}, round {number + 1}: {found}")
                 print(problems[-1], file=sys.stderr, flush=True)

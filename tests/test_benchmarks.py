@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -10,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarking import quick_figures
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -19,17 +20,7 @@ BENCHMARKS = ROOT / "benchmarks"
 @pytest.mark.slow
 def test_text_throughput_ends_with_one_line_of_json():
     pytest.importorskip("torchdata")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "text_throughput.py"), "--quick", "--json"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = quick_figures("text_throughput.py")
     assert set(found["ratios"]) == {"vs_dataloader", "vs_stateful", "local_vs_dataloader0"}
     numbers = [*found["ratios"].values(), *found["token_ratios"].values(), found["cpu_ratio_vs_dataloader"]]
     assert all(math.isfinite(number) and number > 0 for number in numbers)
@@ -46,17 +37,7 @@ def test_text_throughput_ends_with_one_line_of_json():
 @pytest.mark.slow
 def test_tokenize_ends_with_one_line_of_json():
     pytest.importorskip("tokenizers")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "tokenize.py"), "--quick", "--json"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = quick_figures("tokenize.py")
     assert not found["problems"]
     assert found["share_of_bare"] == min(found["share_of_bare_by_format"].values()) > 0
     assert found["vs_dataloader"] == min(found["vs_dataloader_by_format"].values()) > 0

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.benchmarking import quick_figures
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -107,18 +105,7 @@ def test_ours_mix_better_with_larger_parts_and_windows() -> None:
 
 @pytest.mark.slow
 def test_it_ends_with_one_line_of_json(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "shuffle_quality.py"), "--quick", "--json", "--record", "page.md"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = quick_figures("shuffle_quality.py", "--record", "page.md", cwd=tmp_path)
     assert {"orders", "corpus", "batch", "versions", "machine", "problems"} <= set(found)
     assert "torch RandomSampler" in found["orders"]
     assert sum(name.startswith("megascale") for name in found["orders"]) == 6
