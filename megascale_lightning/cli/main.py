@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 
 import megascale_lightning
-from megascale_lightning.cli import doctor, inspect, quarantine, state
+from megascale_lightning.cli import doctor, inspect, plan, quarantine, state
 from megascale_lightning.errors import MegaScaleError
 
 __all__ = ["main"]
 
-_COMMANDS = (doctor, inspect, quarantine, state)
+_COMMANDS = (doctor, inspect, plan, quarantine, state)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 when all is well, 1 when the command found or met a problem. (2: wrong usage, or what
-        `inspect` cannot look at.)
+        `inspect` and `plan` cannot look at.)
     """
     parser = argparse.ArgumentParser(prog="megascale", description="Looks at loaders, their states and the machine.")
     parser.add_argument("--version", action="version", version=f"megascale_lightning {megascale_lightning.__version__}")
