@@ -22,9 +22,10 @@ from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.formats.columnchecks import check_columns
 from megascale_lightning.sources.formats.optionsets import check_options
+from megascale_lightning.sources.formats.spanreader import SpanReader
 from megascale_lightning.sources.formats.tokentables import token_lists
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.records import RecordBlock, SourceReader
+from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.files import find_files, flat_paths
 from megascale_lightning.sources.stores.secrets import without_secrets
@@ -256,7 +257,7 @@ def _starts(index: _Index, data: FileInfo, start: int, stop: int, by_document: b
     return np.where(sequences < index.num_sequences, pointers[np.minimum(sequences, last - 1) - first], data.size)
 
 
-class MegatronReader(SourceReader):
+class MegatronReader(SpanReader):
     """`SourceReader` of indexed datasets: tables whose `input_ids` are the pages of the `.bin` file.
 
     Args:
@@ -267,25 +268,22 @@ class MegatronReader(SourceReader):
     """
 
     def __init__(self, source: Source, manifest: Manifest, columns: Sequence[str] | None, storage: Storage) -> None:
-        self._name = source.name
+        super().__init__(source, manifest, columns, storage)
         self._by_document = _by_document(source)
-        self._manifest = manifest
-        self._columns = columns
-        self._files = SpanFiles(storage)
 
     def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
         """Records of a run of documents; see `SourceReader.read`."""
         entry = self._manifest.units[unit]
         first = int(entry["start"])
         _, start, stop = self._manifest.rows_of(unit, row_start, row_stop)
-        with unit_errors(self._name, self._manifest, unit):
+        with unit_errors(self._source.name, self._manifest, unit):
             table = self._table(int(entry["file"]), first + start, first + stop)
         return RecordBlock(unit=unit, row_start=start, num_rows=stop - start, table=table)
 
     def _table(self, file: int, start: int, stop: int) -> pa.Table:
         info, data = self._manifest.files[file - 1], self._manifest.files[file]
         index = _Index.open(info, self._files)
-        _check_columns(self._name, info, index, self._columns or ())
+        _check_columns(self._source.name, info, index, self._columns or ())
         bounds = index.documents(start, stop + 1) if self._by_document else np.arange(start, stop + 1, dtype=np.int64)
         first, last = int(bounds[0]), int(bounds[-1])
         lengths = index.lengths(first, last).copy()  # where they lie in the file, they are not aligned
@@ -307,10 +305,6 @@ class MegatronReader(SourceReader):
             "mode": token_lists(_buffer(modes), np.int8, bounds),
             "sequence_lengths": token_lists(_buffer(lengths), np.int32, bounds),
         }
-
-    def close(self) -> None:
-        """Let go of the mapped files."""
-        self._files.close()
 
 
 FORMAT: Final = MegatronFormat()

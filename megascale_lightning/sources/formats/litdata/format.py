@@ -14,11 +14,12 @@ from megascale_lightning.sources.formats import Listing, Resources, SourceFormat
 from megascale_lightning.sources.formats.litdata.chunks import Chunk, Layout, open_layout
 from megascale_lightning.sources.formats.litdata.items import ItemPlan, Packing, parse_plan
 from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_options
+from megascale_lightning.sources.formats.spanreader import SpanReader
 from megascale_lightning.sources.formats.tokentables import token_lists
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.records import RecordBlock, SourceReader, block_of
+from megascale_lightning.sources.records import RecordBlock, block_of
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.stores.spans import SpanFiles, decompress, unit_errors
+from megascale_lightning.sources.stores.spans import decompress, unit_errors
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 
 __all__ = ["FORMAT", "LitDataFormat", "LitDataReader"]
@@ -105,22 +106,11 @@ class _Folder:
         return chunk.num_tokens // self.block_size
 
 
-class LitDataReader(SourceReader):
-    """`SourceReader` of chunks. A value that cannot be decoded makes its record a failed one.
-
-    Args:
-        source: Named in messages.
-        manifest: Its files and units.
-        columns: What to decode; None decodes all.
-        storage: Opens the files.
-    """
+class LitDataReader(SpanReader):
+    """`SourceReader` of chunks; see `SpanReader`."""
 
     def __init__(self, source: Source, manifest: Manifest, columns: Sequence[str] | None, storage: Storage) -> None:
-        self._source = source
-        self._manifest = manifest
-        self._columns = columns
-        self._storage = storage
-        self._files = SpanFiles(storage)
+        super().__init__(source, manifest, columns, storage)
         self._folders: dict[int, _Folder] = {}
         self._lock = threading.Lock()
 
@@ -171,10 +161,6 @@ class LitDataReader(SourceReader):
     def _extra(self, table: pa.Table) -> Sequence[str]:
         """Fields that only some items have: no index names them."""
         return table.column_names if self._columns is None else ()
-
-    def close(self) -> None:
-        """Let go of the mapped files."""
-        self._files.close()
 
 
 def _column(table: pa.Table, name: str) -> Any:

@@ -13,10 +13,11 @@ from megascale_lightning.errors import ConfigError
 from megascale_lightning.sources.formats import Listing, Resources, SourceFormat, folders
 from megascale_lightning.sources.formats.mds.shards import Shard, parse_shard
 from megascale_lightning.sources.formats.optionsets import IS_BOOL, check_options
+from megascale_lightning.sources.formats.spanreader import SpanReader
 from megascale_lightning.sources.manifest import UNIT, Manifest
-from megascale_lightning.sources.records import RecordBlock, SourceReader, block_of
+from megascale_lightning.sources.records import RecordBlock, block_of
 from megascale_lightning.sources.source import Source
-from megascale_lightning.sources.stores.spans import SpanFiles, decompress, unit_errors
+from megascale_lightning.sources.stores.spans import decompress, unit_errors
 from megascale_lightning.sources.stores.storage import FileInfo, Storage
 
 __all__ = ["FORMAT", "MdsFormat", "MdsReader"]
@@ -93,22 +94,11 @@ def _by_path(source: Source, info: FileInfo, storage: Storage) -> dict[str, Shar
     return found
 
 
-class MdsReader(SourceReader):
-    """`SourceReader` of shards. A value that cannot be decoded makes its record a failed one.
-
-    Args:
-        source: Named in messages.
-        manifest: Its files and units.
-        columns: What to decode; None decodes all.
-        storage: Opens the files.
-    """
+class MdsReader(SpanReader):
+    """`SourceReader` of shards; see `SpanReader`."""
 
     def __init__(self, source: Source, manifest: Manifest, columns: Sequence[str] | None, storage: Storage) -> None:
-        self._source = source
-        self._manifest = manifest
-        self._columns = columns
-        self._storage = storage
-        self._files = SpanFiles(storage)
+        super().__init__(source, manifest, columns, storage)
         self._shards: dict[str, Shard] = {}
         self._verified: set[str] = set()
         self._lock = threading.Lock()
@@ -149,10 +139,6 @@ class MdsReader(SourceReader):
             plain = self._files.plain(info, lambda data: decompress(data, codec, shard.raw.size))
             return shard.slice_records(lambda begin, end: plain.slice(begin, end - begin), start, stop)
         return shard.slice_records(lambda begin, end: self._files.read(info, begin, end), start, stop)
-
-    def close(self) -> None:
-        """Let go of the mapped files."""
-        self._files.close()
 
 
 FORMAT: Final = MdsFormat()
