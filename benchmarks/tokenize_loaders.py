@@ -109,7 +109,6 @@ def our_batches(root: Path, kind: str, threads: int) -> Iterator[dict[str, Any]]
         # four times as long.
         part_bytes={"jsonl": 2 << 20, "parquet": 4 << 20}[kind],
         window_units=8,
-        plan_window=4,
     )
     with MegaScaleLoader(config) as loader:
         yield {}
