@@ -65,6 +65,8 @@ class StreamSpec:
     """Weights by the step; None: they are fixed, but for `set_mixture`."""
     stop: str | tuple[str, ...] = "all"
     """What ends the stream, as in `Mixture`."""
+    metadata: tuple[str, ...] = ()
+    """Names of the numbers of a sample that the strategy wants beside its length."""
 
     def weights_at(self, step: int, state: LoaderState, changes: Mapping[int, FloatArray]) -> FloatArray:
         """float64 [num_sources]: the weights that govern the draws of a step.

@@ -108,6 +108,8 @@ class MetaBlock:
     """The window has no further part."""
     payload_bytes: int = 0
     """What the loader holds for it, in bytes."""
+    metadata: Mapping[str, FloatArray] = field(default_factory=dict)
+    """What the costs of the strategy want beside lengths: name -> float64 [n], the sample's for each of its pieces."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,10 +141,11 @@ def resolve_streams(
         ConfigError: `global_batch_size` does not fit them, the strategy is none, or the mixture does not go in passes.
     """
     strategy = config.strategy if config.strategy is not None else Balanced()
-    if wanted := fields_of(declared_by(strategy).cost):
+    metadata = fields_of(declared_by(strategy).cost)
+    if metadata and isinstance(config.rows, CollatedRows):
         raise ConfigError(
-            f"strategy: its cost wants the metadata {list(wanted)}, and the planner knows lengths alone: take a cost "
-            "by length, such as TransformerCost, or one that is fitted to lengths"
+            f"strategy: its cost wants {list(metadata)} of each sample, which are read of packed and padded rows only: "
+            "take a cost by length, and let length= of the sources say what a sample costs"
         )
     total, num_microbatches = _resolve_step(config, tree, accumulate)
     if passes:
@@ -172,6 +173,7 @@ def resolve_streams(
             mixture_lead_steps=config.mixture_lead_steps,
             schedule=config.schedule_of(stream),
             stop=_stop(config) if training else "all",
+            metadata=metadata,
         )
     return found
 
@@ -269,6 +271,7 @@ def runtime_plan(config: LoaderConfig, specs: Mapping[str, StreamSpec], manifest
         "part_bytes": config.part_bytes,
         "buffer_bytes": config.loader_buffer_bytes,
         "dumps": dumps,
+        "metadata": {stream: spec.metadata for stream, spec in specs.items()},
     }
     return RuntimePlan(
         run=run,

@@ -36,6 +36,7 @@ class SourceLoader:
         window_units: Units of a window.
         part_bytes: Stored bytes of a part.
         buffer_bytes: What may be held beyond the newest part.
+        metadata: Stream name -> what is described of a sample beside its length; see `MetaBlock.metadata`.
         dumps: Pickles the user's code for the worker processes of `Source.executor`.
     """
 
@@ -48,6 +49,7 @@ class SourceLoader:
         part_bytes: int,
         buffer_bytes: int,
         dumps: Callable[[Any], bytes] = pickle.dumps,
+        metadata: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._pool = FilePool()
         self._executors = Executors(dumps)
@@ -60,7 +62,9 @@ class SourceLoader:
             "executors": self._executors,
         }
         self._makers: dict[tuple[str, int], PartMaker] = {
-            (stream, index): _maker_of(rows[stream])(loaded, rows[stream], **settings)
+            (stream, index): _maker_of(rows[stream])(
+                loaded, rows[stream], metadata=(metadata or {}).get(stream, ()), **settings
+            )
             for stream, sources in streams.items()
             for index, loaded in enumerate(sources)
         }

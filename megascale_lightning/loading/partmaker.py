@@ -56,6 +56,7 @@ class PartMaker(ABC):
         part_bytes: Stored bytes of a part.
         pool: Open files, shared with other sources.
         executors: Threads and processes for the user's code, shared with other sources; None makes some.
+        metadata: Fields that are described: a number for each sample.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class PartMaker(ABC):
         part_bytes: int,
         pool: FilePool,
         executors: Executors | None = None,
+        metadata: Sequence[str] = (),
     ) -> None:
         source = loaded.source
         self.source = source
@@ -77,6 +79,7 @@ class PartMaker(ABC):
         self._seed = seed
         self._window_units = window_units
         self._part_bytes = part_bytes
+        self._metadata = tuple(metadata)
         self._quarantine: QuarantineFile | None = None
         if loaded.quarantine is not None:
             self._quarantine = QuarantineFile(loaded.quarantine, source.name, loaded.manifest)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megascale_lightning.errors import DataError
 from megascale_lightning.loading.columns import Fields, Fragment, from_table
 from megascale_lightning.loading.partmaker import LoadedSource, PartMaker
 from megascale_lightning.loading.parts import Part
@@ -20,7 +21,7 @@ from megascale_lightning.loading.works import TokenWork
 from megascale_lightning.rows import Rows
 from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.source import Source
-from megascale_lightning.types import IntArray, MetaBlock, PartKey
+from megascale_lightning.types import FloatArray, IntArray, MetaBlock, PartKey
 
 __all__ = ["TokenMaker"]
 
@@ -28,14 +29,16 @@ __all__ = ["TokenMaker"]
 class TokenMaker(PartMaker):
     """See `PartMaker`."""
 
-    def __init__(self, loaded: LoadedSource, rows: Rows, *, seed: int, **more: Any) -> None:
+    def __init__(
+        self, loaded: LoadedSource, rows: Rows, *, seed: int, metadata: Sequence[str] = (), **more: Any
+    ) -> None:
         source = loaded.source
-        self._fields = Fields(rows.token_columns, rows.sample_fields, source.length)
+        self._fields = Fields(rows.token_columns, tuple(dict.fromkeys([*rows.sample_fields, *metadata])), source.length)
         self._needs_samples = source.is_transformed or callable(source.length)
         self._work = TokenWork(
             source=source, seed=seed, manifest=loaded.manifest, columns=self._columns_of(source), fields=self._fields
         )
-        super().__init__(loaded, rows, seed=seed, **more)
+        super().__init__(loaded, rows, seed=seed, metadata=metadata, **more)
 
     def _columns(self) -> Sequence[str] | None:
         return self._columns_of(self.source)
@@ -109,6 +112,8 @@ class TokenMaker(PartMaker):
         pieces["entry"] = np.arange(len(pieces))
         tokens = {field: _of_one_type([f.tokens[field] for f in fragments]) for field in self._fields.tokens}
         samples = {field: join_samples([f.samples[field] for f in fragments]) for field in self._fields.samples}
+        numbers = {name: self._numbers(name, samples[name], units, rows) for name in self._metadata}
+        samples = {field: samples[field] for field in self._rows.sample_fields}
         meta = MetaBlock(
             key=key,
             pieces=pieces,
@@ -118,6 +123,7 @@ class TokenMaker(PartMaker):
             reasons=REASONS,
             last_in_window=is_last,
             payload_bytes=_num_bytes(tokens, samples) + pieces.nbytes,
+            metadata={name: values[records][order] for name, values in numbers.items()},
         )
         return Part(
             meta=meta,
@@ -127,6 +133,22 @@ class TokenMaker(PartMaker):
             samples=samples,
             records=records[order],
         )
+
+    def _numbers(self, name: str, values: npt.NDArray[Any], units: IntArray, rows: IntArray) -> FloatArray:
+        """One number for each record; 0 for those that are dropped and have none."""
+        if values.dtype == object and values.ndim == 1:
+            values = np.array([0 if value is None else value for value in values.tolist()])
+        if values.ndim != 1 or values.dtype.kind not in "biuf":
+            raise DataError(
+                f"source {self.source.name!r}: the strategy wants a number {name!r} of each sample, not "
+                f"{values.dtype} of shape {list(values.shape[1:])}: correct the field, or the cost that names it"
+            )
+        numbers = values.astype(np.float64)
+        odd = np.flatnonzero(~np.isfinite(numbers))
+        if odd.size:
+            place = self.locate(int(units[odd[0]]), int(rows[odd[0]]))
+            raise DataError(f"{place}: {name!r}, which the strategy wants, is {numbers[odd[0]]}: make it finite")
+        return numbers
 
 
 def _of_one_type(chunks: Sequence[npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from megascale_lightning.types import IntArray, MetaBlock, PartKey
+from megascale_lightning.types import FloatArray, IntArray, MetaBlock, PartKey
 
 __all__ = ["Block", "BlockStore", "NeedBlocks"]
 
@@ -29,6 +29,7 @@ class Block:
         pieces: PIECE [kept entries].
         lengths: int32 [kept entries]: their tokens.
         ends: int64 [kept entries]: entries of the part that are done with once it is taken.
+        metadata: Name -> float64 [entries of the part], dropped ones included.
         samples: int64 [samples + 1]: kept entry index at which each sample begins, and one past the last; None where
             every entry is a sample of its own.
     """
@@ -41,6 +42,7 @@ class Block:
         "key",
         "last_in_window",
         "lengths",
+        "metadata",
         "pieces",
         "samples",
         "size",
@@ -51,6 +53,7 @@ class Block:
         self.key = meta.key
         self.size = len(meta.pieces)
         self.last_in_window = meta.last_in_window
+        self.metadata = meta.metadata
         self.pieces: IntArray = meta.pieces[kept]
         self.lengths: IntArray = np.ascontiguousarray(self.pieces["length"])
         self.ends: IntArray = kept + 1
@@ -111,6 +114,22 @@ class BlockStore:
         if block is None:
             raise NeedBlocks([key])
         return block
+
+    def metadata_of(self, stream: str, pieces: IntArray, names: Iterable[str]) -> dict[str, FloatArray]:
+        """Name -> float64 [n], of PIECE [n]. Raises: NeedBlocks: parts of some are not described now."""
+        found = {name: np.empty(len(pieces)) for name in names}
+        if not found or not len(pieces):
+            return found
+        parts, part_of = np.unique(pieces[["source", "epoch", "window", "part"]], return_inverse=True)
+        keys = [PartKey(stream, *place) for place in parts.tolist()]
+        missing = [key for key in keys if key not in self._blocks]
+        if missing:
+            raise NeedBlocks(missing)
+        order = np.argsort(part_of, kind="stable")
+        for key, mine in zip(keys, np.split(order, np.cumsum(np.bincount(part_of))[:-1]), strict=True):
+            for name, values in found.items():
+                values[mine] = self._blocks[key].metadata[name][pieces["entry"][mine]]
+        return found
 
     def add(self, meta: MetaBlock) -> None:
         """Keep a described part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,6 +33,8 @@ class Drawn:
     pieces: IntArray
     """PIECE [n]: those carried over, then the new ones in draw order."""
     num_carried: int
+    metadata: Mapping[str, FloatArray]
+    """Name -> float64 [n], as the stream's `metadata` names them."""
     sources: IntArray
     """SOURCE_STATE [sources]: where they stand behind it."""
 
@@ -68,6 +71,7 @@ class SampleBuffer:
             EmptySourceError: A whole epoch of a source gave nothing.
             DataError: More of a source's records are bad than its limit allows.
         """
+        carried = self._blocks.metadata_of(self.spec.name, state.carry, self.spec.metadata)
         self._take_up(state)
         self._state = None  # until it is known to have gone well: the cursors move
         cursors = self._cursors
@@ -90,7 +94,9 @@ class SampleBuffer:
         pieces = np.empty(num_carried + len(pool.piece_sources), PIECE)
         pieces[:num_carried] = state.carry
         pieces[num_carried:][grouping(pool.piece_sources)] = self._collect(len(pool.piece_sources))
-        return Drawn(pieces, num_carried, self._stand(mixer, weights))
+        drawn = self._blocks.metadata_of(self.spec.name, pieces[num_carried:], self.spec.metadata)
+        metadata = {name: np.concatenate([carried[name], values]) for name, values in drawn.items()}
+        return Drawn(pieces, num_carried, metadata, self._stand(mixer, weights))
 
     def state_after(self, before: LoaderState, drawn: Drawn, carry: IntArray) -> LoaderState:
         """`before` with the sources where they stand behind the draw made last, and what was left of it."""

@@ -106,10 +106,11 @@ class DGraph:
         """A graph of given samples.
 
         Args:
-            infos: Source -> lengths of its samples in tokens, int [n], in order.
+            infos: Source -> lengths of its samples in tokens, int [n], in order; or a mapping of columns [n], `length`
+                and the numbers that costs want beside it.
 
         Raises:
-            ConfigError: There is no source, or a length is no whole number of at least 1.
+            ConfigError: There is no source, a length is no whole number of at least 1, or a column is no n numbers.
         """
         return cls(GivenSamples(infos))
 
@@ -258,7 +259,8 @@ class DGraph:
         row_offsets = np.zeros(len(self.rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in self.rows], out=row_offsets[1:])
         cost = self.declared.cost or TokenCount()
-        places = distribute(spec, pieces["length"], row_offsets, cost, self.declared.sync)
+        metadata = {name: values[self.in_rows] for name, values in drawn.metadata.items()}
+        places = distribute(spec, pieces["length"], row_offsets, metadata, cost, self.declared.sync)
         return StepPlan(
             step=self.step,
             pieces=pieces,

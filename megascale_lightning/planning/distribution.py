@@ -32,7 +32,12 @@ class Distribution:
 
 
 def distribute(
-    spec: StreamSpec, lengths: IntArray, row_offsets: IntArray, cost: CostFunction, sync: Sync | None
+    spec: StreamSpec,
+    lengths: IntArray,
+    row_offsets: IntArray,
+    metadata: Mapping[str, FloatArray],
+    cost: CostFunction,
+    sync: Sync | None,
 ) -> Distribution:
     """Give every row of a step a place; every group gets the same number of microbatches, filler makes up the rest.
 
@@ -40,6 +45,7 @@ def distribute(
         spec: The stream.
         lengths: Tokens of the pieces, row after row.
         row_offsets: int64 [rows + 1] into `lengths`; empty rows are filler.
+        metadata: Name -> float64, of the pieces as `lengths`.
         cost: Of a piece.
         sync: What is made even; None deals the rows in turn.
     """
@@ -47,9 +53,9 @@ def distribute(
     rows = np.full(spec.num_groups * spec.num_microbatches * spec.rows.micro_batch_size, -1, dtype=np.int64)
     rows[: len(real)] = real
     if not isinstance(spec.rows, PackedRows):
-        return _distribute_by_length(spec, rows, row_offsets, lengths, cost, sync)
+        return _distribute_by_length(spec, rows, row_offsets, lengths, metadata, cost, sync)
     costs = np.zeros(len(rows))
-    costs[: len(real)] = cost_of_rows(cost, lengths, row_offsets)[real]
+    costs[: len(real)] = cost_of_rows(cost, lengths, row_offsets, metadata)[real]
     return _distribute_packed(spec, rows, costs, sync)
 
 
@@ -62,18 +68,28 @@ def _distribute_packed(spec: StreamSpec, rows: IntArray, costs: FloatArray, sync
 
 
 def _distribute_by_length(
-    spec: StreamSpec, rows: IntArray, row_offsets: IntArray, lengths: IntArray, cost: CostFunction, sync: Sync | None
+    spec: StreamSpec,
+    rows: IntArray,
+    row_offsets: IntArray,
+    lengths: IntArray,
+    metadata: Mapping[str, FloatArray],
+    cost: CostFunction,
+    sync: Sync | None,
 ) -> Distribution:
-    """Rows sorted by length make the microbatches; a microbatch costs what its longest row costs, in every row."""
+    """Rows sorted by length make the microbatches; every row of a microbatch is as long as its longest."""
     micro = spec.rows.micro_batch_size
     totals = np.concatenate([[0], np.cumsum(lengths)])
     row_lengths = np.append(np.diff(totals[row_offsets]), 0)  # index -1: filler
+    # Of rows without a piece, and of filler, nothing is known but that they are as long as the others.
+    of_rows = {name: np.append(values, np.zeros(len(row_lengths) - len(values))) for name, values in metadata.items()}
     sized = row_lengths[rows]
     by_length = rows[np.argsort(-sized, kind="stable")].reshape(-1, micro)
 
     def costs_of(batches: IntArray) -> FloatArray:
-        longest = row_lengths[batches].max(axis=-1)
-        return cost_of_documents(cost, longest.ravel()).reshape(longest.shape) * micro
+        longest = np.broadcast_to(row_lengths[batches].max(axis=-1, keepdims=True), batches.shape)
+        known = {name: values[batches].ravel() for name, values in of_rows.items()}
+        found: FloatArray = cost_of_documents(cost, longest.ravel(), known).reshape(batches.shape).sum(axis=-1)
+        return found
 
     costs = costs_of(by_length)
     # Filler comes last in every group: what is real is dealt by itself, so that it takes as few microbatches as it can.

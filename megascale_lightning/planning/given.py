@@ -10,8 +10,9 @@ import numpy as np
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.buffer import Drawn, SampleBuffer
+from megascale_lightning.planning.costs import fields_of, refuse_missing
 from megascale_lightning.streams import SourceSpec, StreamSpec, initial_state
-from megascale_lightning.types import PIECE, IntArray, MetaBlock, PartKey
+from megascale_lightning.types import PIECE, FloatArray, IntArray, MetaBlock, PartKey
 
 if TYPE_CHECKING:
     from megascale_lightning.planning.dgraph import Declared
@@ -25,10 +26,11 @@ class GivenSamples:
     """The one step that can be planned of listed samples.
 
     Args:
-        infos: Source -> lengths of its samples in tokens, int [n], in order.
+        infos: Source -> lengths of its samples in tokens, int [n], in order; or a mapping of columns [n], `length` and
+            the numbers that costs want beside it.
 
     Raises:
-        ConfigError: There is no source, or a length is no whole number of at least 1.
+        ConfigError: There is no source, a length is no whole number of at least 1, or a column is no n numbers.
     """
 
     in_run = False
@@ -37,7 +39,16 @@ class GivenSamples:
     def __init__(self, infos: Mapping[str, Any]) -> None:
         if not infos:
             raise ConfigError("from_buffer_infos(): no source was given; give {'name': [lengths in tokens]}")
-        self._lengths: dict[str, IntArray] = {name: _lengths_of(name, given) for name, given in infos.items()}
+        columns = {
+            name: dict(given) if isinstance(given, Mapping) else {"length": given} for name, given in infos.items()
+        }
+        self._lengths = {name: _lengths_of(name, given.pop("length", None)) for name, given in columns.items()}
+        self._metadata = {
+            name: {
+                column: _numbers_of(name, column, values, len(self._lengths[name])) for column, values in given.items()
+            }
+            for name, given in columns.items()
+        }
 
     def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
         """See `StepSource`."""
@@ -50,7 +61,8 @@ class GivenSamples:
                     f"source {name!r}: sample {at} has {lengths[at]} tokens, a row holds {spec.rows.capacity}"
                 )
             if len(lengths):
-                blocks.add(_described(index, lengths))
+                refuse_missing("the cost", spec.metadata, self._metadata[name])
+                blocks.add(_described(index, lengths, self._metadata[name]))
         state = initial_state(spec)
         return spec, SampleBuffer(spec, blocks).draw(state, state.sources["weight"])
 
@@ -82,6 +94,7 @@ class GivenSamples:
             strategy=None,
             prefetch_steps=1,
             plan_window=1,
+            metadata=fields_of(declared.cost),
         )
 
 
@@ -97,7 +110,17 @@ def _lengths_of(name: str, given: Any) -> IntArray:
     return lengths.astype(np.int64)
 
 
-def _described(index: int, lengths: IntArray) -> MetaBlock:
+def _numbers_of(name: str, column: str, given: Any, count: int) -> FloatArray:
+    values = np.asarray(given)
+    if values.shape != (count,) or values.dtype.kind not in "biuf" or not np.isfinite(values).all():
+        raise ConfigError(
+            f"from_buffer_infos(): source {name!r}: {column!r} must be {count} finite numbers, one a length, not "
+            f"{values.dtype} {list(values.shape)}"
+        )
+    return values.astype(np.float64)
+
+
+def _described(index: int, lengths: IntArray, metadata: Mapping[str, FloatArray]) -> MetaBlock:
     pieces = np.zeros(len(lengths), PIECE)
     pieces["source"] = index
     pieces["entry"] = pieces["row"] = np.arange(len(lengths))
@@ -112,4 +135,5 @@ def _described(index: int, lengths: IntArray) -> MetaBlock:
         kept=everything,
         reason=np.zeros(len(lengths), np.uint8),
         last_in_window=True,
+        metadata=metadata,
     )

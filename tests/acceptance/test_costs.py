@@ -36,6 +36,6 @@ def test_places_follow_the_cost_and_the_order_does_not(mixed: Corpus) -> None:
     assert any(places(a) != places(b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_cost_over_metadata_is_refused(mixed: Corpus) -> None:
-    with pytest.raises(ConfigError, match=r"wants the metadata \['patches'\]"):
+def test_a_field_that_a_cost_wants_and_no_file_has_is_named(mixed: Corpus) -> None:
+    with pytest.raises(ConfigError, match=r"part-000.parquet has no column 'patches'"):
         run_world(config_for(mixed, ViTCost(hidden=8, layers=1, heads=1)), steps=1)

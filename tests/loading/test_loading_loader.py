@@ -15,10 +15,11 @@ from megascale_lightning.types import PartKey, TakeRequest
 FIRST = PartKey("train", 0, 0, 0, 0)
 
 
-def loader_of(*sources, rows=None, buffer_bytes=1 << 30, part_bytes=1 << 20, window_units=4, seed=0):
+def loader_of(*sources, rows=None, buffer_bytes=1 << 30, part_bytes=1 << 20, window_units=4, seed=0, metadata=()):
     loaded = [LoadedSource(source, build_manifest(source)) for source in sources]
     rows = {"train": rows or PackedRows(16, 1)}
-    return SourceLoader({"train": loaded}, rows, seed, window_units, part_bytes, buffer_bytes)
+    sizes = window_units, part_bytes, buffer_bytes
+    return SourceLoader({"train": loaded}, rows, seed, *sizes, metadata={"train": metadata})
 
 
 def take_all(loader, meta):
@@ -217,6 +218,21 @@ def test_loss_tokens_follow_mask_and_labels(tmp_path, form):
     assert targets(8, "labels") == [3, 0, 1]
     assert targets(8, "loss_mask", "labels") == [1, 0, 1]
     assert targets(3, "loss_mask") == [1, 0, 0, 1]
+
+
+def test_numbers_are_described_for_each_piece_and_not_held(tmp_path):
+    lengths = [3, 40, 5, 1]
+    table = {"input_ids": pa.array([[1] * n for n in lengths]), "patches": pa.array([7, 11, 13, 17], pa.uint16())}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    source = Source("s", str(tmp_path / "a.parquet"))
+    plain, loader = loader_of(source), loader_of(source, metadata=("patches",))
+    meta = loader.describe(FIRST)
+    assert meta.metadata["patches"].dtype == np.float64
+    described = zip(meta.pieces["row"].tolist(), meta.metadata["patches"].tolist(), strict=True)
+    assert sorted(described) == [(0, 7), (1, 11), (1, 11), (1, 11), (2, 13), (3, 17)]
+    assert meta.payload_bytes == plain.describe(FIRST).payload_bytes
+    assert not plain.describe(FIRST).metadata
+    assert set(take_all(loader, meta).samples) == set()
 
 
 def test_bad_records_raise_or_are_dropped_with_their_place(tmp_path):

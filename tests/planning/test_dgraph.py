@@ -5,13 +5,24 @@ from collections import Counter
 from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale_lightning import AttentionCost, Balanced, ClientPlaceTree, DGraph, PackedRows, PaddedRows, RoundRobin
+from megascale_lightning import (
+    AttentionCost,
+    Balanced,
+    ClientPlaceTree,
+    CostOf,
+    DGraph,
+    PackedRows,
+    PaddedRows,
+    RoundRobin,
+    TokenCount,
+)
 from megascale_lightning.errors import ConfigError, EmptySourceError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.dgraph import declared_by
@@ -316,3 +327,38 @@ class TestInARun:
         assert (first.pieces == again.pieces).all()
         assert once_more.certificate == after.certificate
         assert (planner.plan(after, {})[0].pieces == planner.plan(once_more, {})[0].pieces).all()
+
+
+class TestMetadata:
+    """Costs by more than the length."""
+
+    INFOS: ClassVar = {
+        "text": {"length": [40, 60, 50, 50], "patches": [0, 0, 0, 0]},
+        "image": {"length": [10, 10, 10, 10], "patches": [900, 100, 500, 100.0]},
+    }
+
+    def graph(self, cost, rows=ROWS):
+        graph = DGraph.from_buffer_infos(self.INFOS).init(TREE, global_batch_size=8)
+        return graph.mix().pack(rows).distribute("dp").cost(cost)
+
+    @pytest.mark.parametrize("rows", [PackedRows(64, 1), PaddedRows(64, 1)])
+    def test_a_cost_gets_what_it_names(self, rows):
+        cost = CostOf(lambda lengths, patches: lengths + patches, ("patches",))
+        plan = self.graph(cost, rows).balance().plan()
+        assert plan.group_costs.sum() == sum(sum(c["length"]) + sum(c["patches"]) for c in self.INFOS.values())
+        by_length = self.graph(TokenCount(), rows).balance().plan()
+        assert plan.group_costs.max() < plan.group_costs_before.max()
+        if isinstance(rows, PaddedRows):
+            each = [sum(pair) for columns in self.INFOS.values() for pair in zip(*columns.values(), strict=True)]
+            assert plan.group_costs.max() == brute_force(each, 2)
+        assert (plan.pieces == by_length.pieces).all()
+
+    def test_what_is_missing_or_no_number_is_named(self):
+        cost = CostOf(lambda lengths, pixels: lengths + pixels, ("pixels",))
+        with pytest.raises(ConfigError, match=r"wants the metadata \['pixels'\]"):
+            self.graph(cost, PackedRows(64, 1)).plan()
+        for wrong in ([1, 2], [1, 2, float("nan")], ["a", "b", "c"]):
+            with pytest.raises(ConfigError, match="'patches' must be 3 finite numbers"):
+                DGraph.from_buffer_infos({"web": {"length": [1, 2, 3], "patches": wrong}})
+        with pytest.raises(ConfigError, match="lengths are whole numbers"):
+            DGraph.from_buffer_infos({"web": {"patches": [1]}})
