@@ -196,7 +196,7 @@ class StepPlan:
     balance: Mapping[str, float]
     """`max_over_mean_before`, `max_over_mean`, `max_over_bound` of the groups' costs."""
     group_costs: FloatArray
-    """[groups]: cost per data-parallel group as placed."""
+    """[groups]: cost per data-parallel group as placed; of several costs, see `Distribution`."""
     group_costs_before: FloatArray
     """[groups]: the same had the rows been dealt in turn."""
 

@@ -88,7 +88,7 @@ class PlanFigures:
             "balance": self._balances(),
             "speed_up": before / after if after > 0 else 1.0,
             "strategy": _name(spec.strategy),
-            "cost": _name(declared_by(spec.strategy).cost),
+            "cost": declared_by(spec.strategy).cost_names,
             "planning_ms": float(np.median(self._seconds)) * 1e3,
             "lengths": self._histogram(),
             "notes": [redact(note) for note in run.notes],

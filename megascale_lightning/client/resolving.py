@@ -15,7 +15,6 @@ from megascale_lightning.errors import ConfigError, MegaScaleWarning
 from megascale_lightning.loading.loader import LoadedSource, SourceLoader
 from megascale_lightning.loading.quarantine import Quarantine, check_folder, quarantine_path
 from megascale_lightning.places.tree import ClientPlaceTree
-from megascale_lightning.planning.costs import fields_of
 from megascale_lightning.planning.dgraph import declared_by
 from megascale_lightning.planning.planner import Planner
 from megascale_lightning.planning.strategies import Balanced
@@ -141,7 +140,7 @@ def resolve_streams(
         ConfigError: `global_batch_size` does not fit them, the strategy is none, or the mixture does not go in passes.
     """
     strategy = config.strategy if config.strategy is not None else Balanced()
-    metadata = fields_of(declared_by(strategy).cost)
+    metadata = declared_by(strategy).fields
     if metadata and isinstance(config.rows, CollatedRows):
         raise ConfigError(
             f"strategy: its cost wants {list(metadata)} of each sample, which are read of packed and padded rows only: "

@@ -13,7 +13,7 @@ import numpy as np
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.buffer import Drawn
-from megascale_lightning.planning.costs import CostFunction, TokenCount
+from megascale_lightning.planning.costs import CostFunction, TokenCount, fields_of
 from megascale_lightning.planning.distribution import distribute
 from megascale_lightning.planning.given import GivenSamples
 from megascale_lightning.planning.packing import pack
@@ -49,10 +49,20 @@ class Declared:
     """Outside of a run."""
     rows: Rows | None = None
     """Outside of a run."""
-    cost: CostFunction | None = None
+    costs: tuple[CostFunction, ...] = (TokenCount(),)
     method: str | None = None
     sync: Sync | None = None
     """None: rows are dealt in turn."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The numbers of a sample that the costs want beside its length."""
+        return tuple(dict.fromkeys(name for cost in self.costs for name in fields_of(cost)))
+
+    @property
+    def cost_names(self) -> str:
+        """For people."""
+        return ", ".join(getattr(cost, "__name__", type(cost).__name__) for cost in self.costs)
 
 
 class StepSource(Protocol):
@@ -181,15 +191,18 @@ class DGraph:
             )
         return self._declare("distribute")
 
-    def cost(self, cost: CostFunction) -> DGraph:
-        """Say what a document costs a rank to compute.
+    def cost(self, *costs: CostFunction) -> DGraph:
+        """Say what a document costs a rank to compute; left out, its tokens.
 
         Args:
-            cost: Lengths int [n] -> float64 [n], such as `TransformerCost`.
+            costs: Lengths int [n] -> float64 [n], such as `TransformerCost`. Several are to be even at once, such as an
+                encoder's and a backbone's where ranks wait for each other behind either; costs in one unit that run one
+                after the other are added instead (`encoder + backbone`).
         """
-        if not callable(cost):
-            raise ConfigError(f"cost(): a function of lengths is wanted, such as TransformerCost(...), not {cost!r}")
-        return self._declare("cost", cost=cost)
+        odd = next((cost for cost in costs if not callable(cost) or isinstance(cost, type)), None)
+        if odd is not None or not costs:
+            raise ConfigError(f"cost(): functions of lengths are wanted, such as TransformerCost(...), not {odd!r}")
+        return self._declare("cost", costs=costs)
 
     def balance(self, method: str = "greedy", *, sync: Sync = "step") -> DGraph:
         """Make the work of the groups even; all get the same number of rows.
@@ -258,9 +271,8 @@ class DGraph:
         pieces = drawn.pieces[self.in_rows]
         row_offsets = np.zeros(len(self.rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in self.rows], out=row_offsets[1:])
-        cost = self.declared.cost or TokenCount()
         metadata = {name: values[self.in_rows] for name, values in drawn.metadata.items()}
-        places = distribute(spec, pieces["length"], row_offsets, metadata, cost, self.declared.sync)
+        places = distribute(spec, pieces["length"], row_offsets, metadata, self.declared.costs, self.declared.sync)
         return StepPlan(
             step=self.step,
             pieces=pieces,
@@ -320,13 +332,12 @@ class DGraph:
         """The declarations and what comes of them as a Mermaid flowchart."""
         found = self.summary()
         spec = self._drawn[0]
-        cost = self.declared.cost or TokenCount()
         texts = {
             "init": f"places: {spec.num_groups} groups x {spec.num_microbatches} microbatches",
             "mix": f"mix: {found['carried_in']} carried + {found['mixed']} drawn of {len(spec.sources)} sources",
             "pack": f"pack: {found['placed']} pieces in {found['rows']} rows, {found['carried_on']} carried on",
             "distribute": "distribute over dp",
-            "cost": f"cost: {type(cost).__name__}",
+            "cost": f"cost: {self.declared.cost_names}",
             "balance": f"balance by {self.declared.sync}: max/mean {found['max_over_mean']:.3f}",
         }
         names = [name for name in _ORDER if name in self.declared.done]

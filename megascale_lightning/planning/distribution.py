@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ class Distribution:
     placement: npt.NDArray[np.int32]
     """int32 [groups, microbatches, rows a microbatch]: row index, -1 for filler."""
     group_costs: FloatArray
-    """[groups]"""
+    """[groups]; of several costs the one in which the group is above the mean the most, in means of the groups."""
     group_costs_before: FloatArray
     """[groups]: had the rows been dealt in turn."""
     balance: Mapping[str, float]
@@ -36,7 +36,7 @@ def distribute(
     lengths: IntArray,
     row_offsets: IntArray,
     metadata: Mapping[str, FloatArray],
-    cost: CostFunction,
+    costs: Sequence[CostFunction],
     sync: Sync | None,
 ) -> Distribution:
     """Give every row of a step a place; every group gets the same number of microbatches, filler makes up the rest.
@@ -46,25 +46,25 @@ def distribute(
         lengths: Tokens of the pieces, row after row.
         row_offsets: int64 [rows + 1] into `lengths`; empty rows are filler.
         metadata: Name -> float64, of the pieces as `lengths`.
-        cost: Of a piece.
+        costs: Of a piece; of several, all are to be even at once.
         sync: What is made even; None deals the rows in turn.
     """
     real = np.flatnonzero(np.diff(row_offsets) > 0)
     rows = np.full(spec.num_groups * spec.num_microbatches * spec.rows.micro_batch_size, -1, dtype=np.int64)
     rows[: len(real)] = real
     if not isinstance(spec.rows, PackedRows):
-        return _distribute_by_length(spec, rows, row_offsets, lengths, metadata, cost, sync)
-    costs = np.zeros(len(rows))
-    costs[: len(real)] = cost_of_rows(cost, lengths, row_offsets, metadata)[real]
-    return _distribute_packed(spec, rows, costs, sync)
+        return _distribute_by_length(spec, rows, row_offsets, lengths, metadata, costs, sync)
+    table = np.zeros((len(rows), len(costs)))
+    for at, cost in enumerate(costs):
+        table[: len(real), at] = cost_of_rows(cost, lengths, row_offsets, metadata)[real]
+    return _distribute_packed(spec, rows, table, sync)
 
 
-def _distribute_packed(spec: StreamSpec, rows: IntArray, costs: FloatArray, sync: Sync | None) -> Distribution:
+def _distribute_packed(spec: StreamSpec, rows: IntArray, table: FloatArray, sync: Sync | None) -> Distribution:
     shape = spec.num_groups, spec.num_microbatches, spec.rows.micro_batch_size
     dealt = assign_in_turn(*shape)
-    placed = dealt if sync is None else _assign(costs, shape, sync)
-    before = costs[dealt].sum(axis=(1, 2))
-    return _report(rows[placed], costs[placed].sum(axis=(1, 2)), before, lower_bound(costs, spec.num_groups))
+    placed = dealt if sync is None else _assign(table, shape, sync)
+    return _report(rows[placed], table[placed].sum(axis=(1, 2)), table[dealt].sum(axis=(1, 2)), table)
 
 
 def _distribute_by_length(
@@ -73,7 +73,7 @@ def _distribute_by_length(
     row_offsets: IntArray,
     lengths: IntArray,
     metadata: Mapping[str, FloatArray],
-    cost: CostFunction,
+    costs: Sequence[CostFunction],
     sync: Sync | None,
 ) -> Distribution:
     """Rows sorted by length make the microbatches; every row of a microbatch is as long as its longest."""
@@ -88,36 +88,43 @@ def _distribute_by_length(
     def costs_of(batches: IntArray) -> FloatArray:
         longest = np.broadcast_to(row_lengths[batches].max(axis=-1, keepdims=True), batches.shape)
         known = {name: values[batches].ravel() for name, values in of_rows.items()}
-        found: FloatArray = cost_of_documents(cost, longest.ravel(), known).reshape(batches.shape).sum(axis=-1)
-        return found
+        each = [cost_of_documents(cost, longest.ravel(), known).reshape(batches.shape).sum(axis=-1) for cost in costs]
+        return np.stack(each, axis=-1)
 
-    costs = costs_of(by_length)
+    table = costs_of(by_length)
     # Filler comes last in every group: what is real is dealt by itself, so that it takes as few microbatches as it can.
     each = -(-len(np.flatnonzero(rows >= 0)) // (micro * spec.num_groups))
     due = each * spec.num_groups
     shape = spec.num_groups, each, 1
-    real = assign_in_turn(*shape) if sync is None else _assign(costs[:due], shape, sync)
-    rest = np.arange(due, len(costs)).reshape(spec.num_groups, -1)
+    real = assign_in_turn(*shape) if sync is None else _assign(table[:due], shape, sync)
+    rest = np.arange(due, len(table)).reshape(spec.num_groups, -1)
     groups = np.concatenate([real.reshape(spec.num_groups, -1), rest], axis=1)
     dealt = assign_in_turn(spec.num_groups, spec.num_microbatches, micro)
     before = costs_of(rows[dealt]).sum(axis=1)
-    return _report(by_length[groups], costs[groups].sum(axis=1), before, lower_bound(costs, spec.num_groups))
+    return _report(by_length[groups], table[groups].sum(axis=1), before, table)
 
 
-def _assign(costs: FloatArray, shape: tuple[int, int, int], sync: Sync) -> IntArray:
+def _assign(table: FloatArray, shape: tuple[int, int, int], sync: Sync) -> IntArray:
     groups, microbatches, per_microbatch = shape
+    costs = table[:, 0] if table.shape[1] == 1 else table
     return assign_two_levels(
         costs, num_groups=groups, num_microbatches=microbatches, per_microbatch=per_microbatch, sync=sync
     )
 
 
-def _report(placed: IntArray, loads: FloatArray, before: FloatArray, bound: float) -> Distribution:
+def _report(placed: IntArray, loads: FloatArray, before: FloatArray, table: FloatArray) -> Distribution:
+    """Of the loads of the groups, float64 [groups, costs] each, and the costs of what was placed, [items, costs]."""
+    num_groups, means = len(loads), loads.mean(axis=0)
+    bounds = np.array([lower_bound(column, num_groups) for column in table.T])
     balance = {
-        "max_over_mean_before": _ratio(before.max(), before.mean()),
-        "max_over_mean": _ratio(loads.max(), loads.mean()),
-        "max_over_bound": _ratio(loads.max(), bound),
+        "max_over_mean_before": max(map(_ratio, before.max(axis=0), before.mean(axis=0))),
+        "max_over_mean": max(map(_ratio, loads.max(axis=0), means)),
+        "max_over_bound": max(map(_ratio, loads.max(axis=0), bounds)),
     }
-    return Distribution(placed.astype(np.int32), loads, before, balance)
+    if table.shape[1] > 1:
+        units = np.where(means > 0, means, 1.0)
+        return Distribution(placed.astype(np.int32), (loads / units).max(axis=1), (before / units).max(axis=1), balance)
+    return Distribution(placed.astype(np.int32), loads[:, 0], before[:, 0], balance)
 
 
 def _ratio(value: float, base: float) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.buffer import Drawn, SampleBuffer
-from megascale_lightning.planning.costs import fields_of, refuse_missing
+from megascale_lightning.planning.costs import refuse_missing
 from megascale_lightning.streams import SourceSpec, StreamSpec, initial_state
 from megascale_lightning.types import PIECE, FloatArray, IntArray, MetaBlock, PartKey
 
@@ -94,7 +94,7 @@ class GivenSamples:
             strategy=None,
             prefetch_steps=1,
             plan_window=1,
-            metadata=fields_of(declared.cost),
+            metadata=declared.fields,
         )
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from megascale_lightning.planning.balancing import assign_greedily
+from megascale_lightning.planning.vectors import assign_vectors
 from megascale_lightning.types import FloatArray, IntArray
 
 __all__ = ["Sync", "assign_in_turn", "assign_two_levels"]
@@ -20,7 +21,8 @@ def assign_two_levels(
     """Spread items over groups x microbatches of equal count.
 
     Args:
-        costs: float64 [groups x microbatches x per_microbatch], not negative.
+        costs: float64 [groups x microbatches x per_microbatch], not negative; or [..., D], to be even in all at once,
+            each in units of its own.
         num_groups: Data-parallel groups.
         num_microbatches: Microbatches of each group.
         per_microbatch: Items of each microbatch.
@@ -30,7 +32,7 @@ def assign_two_levels(
         int64 [groups, microbatches, per_microbatch]: items.
     """
     # Seen by falling cost, ties by lowest index, so that only twins depend on the order of arrival.
-    order = np.argsort(-costs, kind="stable")
+    order = np.argsort(-_peak(costs), kind="stable")
     spread = _by_step if sync == "step" else _by_microbatch
     return order[spread(costs[order], num_groups, num_microbatches, per_microbatch)]
 
@@ -42,13 +44,13 @@ def assign_in_turn(num_groups: int, num_microbatches: int, per_microbatch: int) 
 
 
 def _by_step(costs: FloatArray, num_groups: int, num_microbatches: int, per_microbatch: int) -> IntArray:
-    groups = assign_greedily(costs, num_bins=num_groups, per_bin=num_microbatches * per_microbatch)
-    return np.stack([m[assign_greedily(costs[m], num_bins=num_microbatches, per_bin=per_microbatch)] for m in groups])
+    groups = _bins(costs, num_groups, num_microbatches * per_microbatch)
+    return np.stack([members[_bins(costs[members], num_microbatches, per_microbatch)] for members in groups])
 
 
 def _by_microbatch(costs: FloatArray, num_groups: int, num_microbatches: int, per_microbatch: int) -> IntArray:
-    buckets = assign_greedily(costs, num_bins=num_groups * num_microbatches, per_bin=per_microbatch)
-    loads = costs[buckets].sum(axis=1)
+    buckets = _bins(costs, num_groups * num_microbatches, per_microbatch)
+    loads = _peak(costs[buckets].sum(axis=1))
     # Buckets of like load run at the same index: a tier of one bucket for each group.
     tiers = np.argsort(-loads, kind="stable").reshape(num_microbatches, num_groups)
     groups_of = np.empty_like(tiers)
@@ -58,3 +60,17 @@ def _by_microbatch(costs: FloatArray, num_groups: int, num_microbatches: int, pe
         groups_of[index, emptiest] = tier
         sums[emptiest] += loads[tier]
     return buckets[groups_of.T]
+
+
+def _bins(costs: FloatArray, num_bins: int, per_bin: int) -> IntArray:
+    assign = assign_greedily if costs.ndim == 1 else assign_vectors
+    return assign(costs, num_bins=num_bins, per_bin=per_bin)
+
+
+def _peak(costs: FloatArray) -> FloatArray:
+    """Float64 [n]: of several costs the one that is largest, each seen beside its mean."""
+    if costs.ndim == 1:
+        return costs
+    means = np.sort(costs, axis=0).mean(axis=0)  # in rising order, as sums depend on it
+    peaks: FloatArray = (costs / np.where(means > 0, means, 1.0)).max(axis=1)
+    return peaks

@@ -114,7 +114,7 @@ class TestDeclarations:
             (lambda graph: graph.init(TREE).mix().pack(), "the kind of rows is wanted"),
             (lambda graph: graph.init(TREE).mix().pack(4096), "rows must be"),
             (lambda graph: graph.init(TREE).mix().pack(ROWS).distribute("tp"), r"distribute\('tp'\)"),
-            (lambda graph: graph.init(TREE).cost("attention"), "function of lengths"),
+            (lambda graph: graph.init(TREE).cost("attention"), "functions of lengths"),
             (lambda graph: declared(graph).balance("best"), r"balance\('best'\)"),
             (lambda graph: declared(graph).balance(sync="rank"), r"sync='rank'"),
             (lambda graph: graph.init(TREE).mix({"code": 1}).pack(ROWS).distribute().plan(), "weights are of"),
@@ -158,8 +158,11 @@ class TestDeclarations:
     def test_what_a_strategy_declares(self):
         found = declared_by(Balanced(AttentionCost(512), sync="microbatch"))
         assert found.done == ("init", "mix", "pack", "distribute", "cost", "balance")
-        assert (found.cost, found.sync) == (AttentionCost(512), "microbatch")
+        assert (found.costs, found.sync) == ((AttentionCost(512),), "microbatch")
         assert declared_by(RoundRobin()).sync is None
+        costs = square, CostOf(square, ("a",)), CostOf(square, ("b", "a"))
+        several = declared_by(lambda graph: graph.mix().pack().distribute().cost(*costs))
+        assert (several.fields, several.cost_names) == (("a", "b"), "square, CostOf, CostOf")
 
 
 TREE, ROWS = ClientPlaceTree.from_sizes(dp=2), PackedRows(8, 1)
@@ -362,3 +365,35 @@ class TestMetadata:
                 DGraph.from_buffer_infos({"web": {"length": [1, 2, 3], "patches": wrong}})
         with pytest.raises(ConfigError, match="lengths are whole numbers"):
             DGraph.from_buffer_infos({"web": {"patches": [1]}})
+
+    @pytest.mark.parametrize("rows", [PackedRows(128, 1), PaddedRows(64, 1)])
+    @pytest.mark.parametrize("sync", ["step", "microbatch"])
+    def test_several_costs_are_even_at_once(self, rows, sync):
+        rng = np.random.default_rng(0)
+        infos = {"web": {"length": rng.integers(1, 65, 2000), "patches": rng.lognormal(3, 1, 2000)}}
+        graph = DGraph.from_buffer_infos(infos).init(ClientPlaceTree.from_sizes(dp=4), global_batch_size=512)
+        graph = graph.mix().pack(rows).distribute("dp")
+        patches = CostOf(lambda lengths, patches: patches + 0 * lengths, ("patches",))
+        both = graph.cost(patches, square)
+        one = graph.cost(square).balance(sync=sync).plan()
+
+        def uneven(plan):
+            rows_of_group = plan.placement.reshape(4, -1)
+            return max(uneven_in(plan, rows_of_group, infos["web"], cost) for cost in ("length", "patches"))
+
+        plan = both.balance(sync=sync).plan()
+        assert uneven(plan) < 1.01 if sync == "step" else uneven(plan) < uneven(one)
+        assert uneven(one) > 1.03
+        if isinstance(rows, PackedRows):
+            assert plan.balance["max_over_mean"] == pytest.approx(uneven(plan))
+            assert plan.group_costs.max() == pytest.approx(plan.balance["max_over_mean"])
+        assert plan.balance["max_over_mean"] <= plan.balance["max_over_mean_before"] + 1e-9
+
+
+def uneven_in(plan, rows_of_group, columns, name):
+    """Largest over mean of the groups: squares of the lengths, or the patches."""
+    values = columns[name][plan.pieces["row"]] ** (2.0 if name == "length" else 1.0)
+    totals = np.concatenate([[0], np.cumsum(values)])
+    of_rows = np.append(totals[plan.row_offsets[1:]] - totals[plan.row_offsets[:-1]], 0)
+    loads = of_rows[rows_of_group].sum(axis=1)
+    return loads.max() / loads.mean()
