@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from megascale_lightning.planning.costs import AttentionCost, CostFunction
 from megascale_lightning.planning.dgraph import DGraph
@@ -12,16 +12,16 @@ from megascale_lightning.planning.twolevel import Sync
 __all__ = ["Balanced", "RoundRobin", "Strategy"]
 
 
-class Strategy(Protocol):
-    """Declares a step: any function of a graph that gives a graph, the same for the same step."""
+class Strategy(ABC):
+    """Declares a step. Any function of a graph that gives a graph does, too; this is the base of the ready ones."""
 
+    @abstractmethod
     def __call__(self, graph: DGraph) -> DGraph:
         """The graph of a step that is to be planned -> what is declared of it."""
-        ...
 
 
 @dataclass(frozen=True)
-class Balanced:
+class Balanced(Strategy):
     """Equal cost for every group, and inside it for every microbatch (the default)."""
 
     cost: CostFunction = field(default_factory=AttentionCost)
@@ -35,7 +35,7 @@ class Balanced:
 
 
 @dataclass(frozen=True)
-class RoundRobin:
+class RoundRobin(Strategy):
     """Rows are dealt in turn, as they come; costs are only reported."""
 
     cost: CostFunction = field(default_factory=AttentionCost)

@@ -22,6 +22,7 @@ from megascale_lightning import (
     Balanced,
     ClientPlaceTree,
     ConfigError,
+    DGraph,
     LossFeedback,
     MegaScaleDataModule,
     Mixture,
@@ -161,6 +162,11 @@ def run(*arguments: str, config: dict[str, Any] | None, data: Any = MegaScaleDat
     return LightningCLI(Model, data, args=args, run=bool(first), **kwargs)
 
 
+def dealt(graph: DGraph) -> DGraph:
+    """A strategy of the user's own."""
+    return graph.mix().pack().distribute("dp")
+
+
 class TestParsing:
     """What a YAML file and the command line may say; nothing is started, and no file looked at."""
 
@@ -214,6 +220,10 @@ class TestParsing:
         config = run(config=settings(**given)).datamodule.config
         assert config.strategy == RoundRobin(TokenCount())
         assert config.shares.unit == "tokens"
+
+    def test_a_function_as_strategy(self) -> None:
+        config = run(config=settings(strategy=f"{__name__}.dealt")).datamodule.config
+        assert config.strategy is dealt
 
     def test_any_subclass(self) -> None:
         config = settings()

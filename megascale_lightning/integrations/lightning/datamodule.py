@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning as L
@@ -21,6 +21,7 @@ from megascale_lightning.integrations.lightning.loaders import OnlyWithSources, 
 from megascale_lightning.integrations.lightning.position import Positioned
 from megascale_lightning.integrations.meshes import tree_of_trainer
 from megascale_lightning.places.tree import ClientPlaceTree
+from megascale_lightning.planning.dgraph import DGraph
 from megascale_lightning.planning.strategies import Strategy
 from megascale_lightning.rows import Rows
 
@@ -51,7 +52,7 @@ class MegaScaleDataModule(Positioned):
         mixture: Weights by source name, in place of the sources' own; a `Mixture`, or the mapping of its settings, also
             says what they are shares of, how they change by the step, and what ends the stream.
         weights: Single weights by source name, over those of `sources` and `mixture`, at every step; the others stay.
-        strategy: How rows are placed: `Balanced()` (default) or `RoundRobin()`, or its class_path and init_args.
+        strategy: `Balanced()` (default), `RoundRobin()`, a function of a `DGraph`, or class_path and init_args.
         seed: Seed of every permutation and of the transforms.
         runtime: Where the roles run: in Ray actors, or all in this process (notebooks, debuggers).
         num_loaders: Source loader actors; None chooses.
@@ -96,7 +97,7 @@ class MegaScaleDataModule(Positioned):
         global_batch_size: int | None = None,
         mixture: Mixture | Mapping[str, Any] | None = None,
         weights: Mapping[str, float] | None = None,
-        strategy: Mapping[str, Any] | Strategy | None = None,
+        strategy: Mapping[str, Any] | Strategy | Callable[[DGraph], DGraph] | None = None,
         seed: int = 0,
         runtime: Literal["ray", "local"] = "ray",
         num_loaders: int | None = None,
