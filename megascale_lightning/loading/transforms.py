@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 _ATTEMPTS: Final = 3
 
-UNREADABLE: Final = (ValueError, OverflowError, pa.ArrowNotImplementedError)
+UNREADABLE: Final = (ValueError, OverflowError, pa.ArrowException)
 """What Arrow raises for a value that it cannot make a python object of."""
 
 _OF_RECORDS: Final = (UnicodeDecodeError, OverflowError)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,15 @@ import pyarrow.compute as pc
 
 from megascale_lightning.types import Ragged
 
-__all__ = ["column_rows", "is_number_list", "list_column", "list_value_type", "scalar_column", "table_rows"]
+__all__ = [
+    "column_rows",
+    "is_number_list",
+    "list_column",
+    "list_value_type",
+    "scalar_column",
+    "table_rows",
+    "with_inner_types",
+]
 
 # pyarrow's stubs type every array class apart; what is read here is any of them.
 _compute: Any = pc
@@ -217,14 +225,19 @@ def _with_microseconds(kind: _Type) -> _Type:
     if pa.types.is_dictionary(kind):
         inner = _with_microseconds(kind.value_type)
         return kind if inner == kind.value_type else inner
+    return with_inner_types(kind, _with_microseconds)
+
+
+def with_inner_types(kind: _Type, change: Callable[[_Type], _Type]) -> _Type:
+    """A struct, a map or a list of what `change` makes of the types inside; any other type as it is."""
     if pa.types.is_struct(kind):
         fields = [kind.field(index) for index in range(kind.num_fields)]
-        return pa.struct([field.with_type(_with_microseconds(field.type)) for field in fields])
+        return pa.struct([field.with_type(change(field.type)) for field in fields])
     if pa.types.is_map(kind):
-        return pa.map_(_with_microseconds(kind.key_type), _with_microseconds(kind.item_type))
+        return pa.map_(change(kind.key_type), change(kind.item_type))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         make = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return make(kind.value_field.with_type(_with_microseconds(kind.value_type)))
+        return make(kind.value_field.with_type(change(kind.value_type)))
     if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(_with_microseconds(kind.value_type)), kind.list_size)
+        return pa.list_(kind.value_field.with_type(change(kind.value_type)), kind.list_size)
     return kind

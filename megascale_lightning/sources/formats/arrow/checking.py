@@ -6,6 +6,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from megascale_lightning.sources.formats.arrowcolumns import with_inner_types
+
 __all__ = ["check_table"]
 
 
@@ -37,14 +39,4 @@ def _with_bytes(kind: Any) -> Any:
         return pa.binary_view()
     if pa.types.is_dictionary(kind):
         return pa.dictionary(kind.index_type, _with_bytes(kind.value_type), kind.ordered)
-    if pa.types.is_struct(kind):
-        fields = [kind.field(index) for index in range(kind.num_fields)]
-        return pa.struct([field.with_type(_with_bytes(field.type)) for field in fields])
-    if pa.types.is_map(kind):
-        return pa.map_(_with_bytes(kind.key_type), _with_bytes(kind.item_type))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        make = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return make(kind.value_field.with_type(_with_bytes(kind.value_type)))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(_with_bytes(kind.value_type)), kind.list_size)
-    return kind
+    return with_inner_types(kind, _with_bytes)
