@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ __all__ = ["Hold"]
 
 
 class Hold:
-    """Stands still at its `at`-th visit, by opening a FIFO that nobody writes to; a transform that changes nothing.
+    """Stands still at its `at`-th visit while there is a file `hold`; a transform that changes nothing.
+
+    A FIFO would wake only those who wait in that moment, and not a process that is just handling a signal.
 
     The file `reached<local rank>` says that it stands still.
     """
@@ -21,6 +24,7 @@ class Hold:
     def __call__(self, sample: Any = None) -> Any:
         if self.visits == self.at:
             (self.folder / f"reached{os.environ.get('LOCAL_RANK', 0)}").touch()
-            (self.folder / "hold").read_text()
+            while (self.folder / "hold").exists():
+                time.sleep(0.01)
         self.visits += 1
         return sample

@@ -44,7 +44,7 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, A
 def run(corpus: Path, out: Path, *arguments: Any, meanwhile: Meanwhile, **more: Any) -> Finished:
     """Train until `meanwhile` has made an end of it."""
     out.mkdir(parents=True, exist_ok=True)
-    os.mkfifo(out / "hold")
+    (out / "hold").touch()
     return train(corpus, out, *arguments, check=False, script="ends.py", meanwhile=meanwhile, timeout_s=100, **more)
 
 
@@ -76,7 +76,7 @@ def starving(out: Path, process: subprocess.Popen[bytes], ranks: Iterable[int] =
 
 
 def let_go(out: Path) -> None:
-    os.close(os.open(out / "hold", os.O_WRONLY))
+    (out / "hold").unlink()
 
 
 def taken(out: Path, num_ranks: int = 1) -> int:
@@ -226,7 +226,7 @@ def test_slurm_requeues_while_a_batch_is_waited_for(corpus: Path, tmp_path: Path
     step = taken(out)
     check_resume(saved(out), step, corpus, tmp_path / "again", whole)
     # The job as SLURM starts it again: Lightning finds the checkpoint by itself.
-    (out / "hold").unlink()
+    let_go(out)
     (out / "whole/rank0.jsonl").unlink()
     train(corpus, out, "--runtime", "local", "--steps", step + 2, script="ends.py", environment=environment)
     assert steps_of(read_log(out / "whole")) == {index: whole[index] for index in (step, step + 1)}

@@ -95,7 +95,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def kernel(corpus: Path, tmp_path: Path) -> Iterator[Kernel]:
     """A fresh kernel; when it is shut down nothing of it may be left."""
-    os.mkfifo(tmp_path / "hold")
+    (tmp_path / "hold").touch()
     manager = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=str(tmp_path / "kernel"))
     client = nbclient.NotebookClient(nbformat.v4.new_notebook(), km=manager, timeout=150, allow_errors=True)
     client.resources = {"metadata": {"path": str(ROOT)}}
