@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from megascale_lightning.cli.dryrun import DryRun, PlannedStep
 from megascale_lightning.cli.inspection import bin_edges
-from megascale_lightning.planning.dgraph import declared_by
+from megascale_lightning.planning.strategies import declared_by
 from megascale_lightning.rows import CollatedRows, PackedRows, PaddedRows, Rows
 from megascale_lightning.sources.stores.secrets import redact
 from megascale_lightning.types import FloatArray, IntArray, StepPlan

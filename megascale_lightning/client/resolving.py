@@ -15,9 +15,8 @@ from megascale_lightning.errors import ConfigError, MegaScaleWarning
 from megascale_lightning.loading.loader import LoadedSource, SourceLoader
 from megascale_lightning.loading.quarantine import Quarantine, check_folder, quarantine_path
 from megascale_lightning.places.tree import ClientPlaceTree
-from megascale_lightning.planning.dgraph import declared_by
 from megascale_lightning.planning.planner import Planner
-from megascale_lightning.planning.strategies import Balanced
+from megascale_lightning.planning.strategies import Balanced, declared_by
 from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.runtime.pickling import dump, dumps
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan

@@ -3,66 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import chain, pairwise
-from typing import Any, Final, NamedTuple, Protocol, get_args
+from itertools import chain
+from typing import Any, Final, Protocol, get_args
 
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.buffer import Drawn
-from megascale_lightning.planning.costs import CostFunction, TokenCount, fields_of
+from megascale_lightning.planning.costs import CostFunction
+from megascale_lightning.planning.declared import Declared, calls, require
 from megascale_lightning.planning.distribution import distribute
 from megascale_lightning.planning.given import GivenSamples
 from megascale_lightning.planning.packing import pack
 from megascale_lightning.planning.twolevel import Sync
+from megascale_lightning.planning.views import Lineage, flowchart, lineage_of, summary_of
 from megascale_lightning.rows import PackedRows, Rows
 from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import IntArray, StepPlan
 
-__all__ = ["DGraph", "Declared", "Lineage", "StepSource", "declared_by"]
+__all__ = ["DGraph", "StepSource"]
 
-_ORDER: Final = ("init", "mix", "pack", "distribute", "cost", "balance")
-_NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "mix": ("init",),
-    "pack": ("mix",),
-    "distribute": ("pack",),
-    "balance": ("distribute", "cost"),
-    "plan": ("init", "mix", "pack", "distribute"),
-}
 _METHODS: Final = ("greedy",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Declared:
-    """What was declared of a step, primitive by primitive."""
-
-    done: tuple[str, ...] = ()
-    """Names of the primitives, in the order of the calls."""
-    tree: ClientPlaceTree | None = None
-    """Outside of a run."""
-    global_batch_size: int | None = None
-    """Outside of a run."""
-    weights: Mapping[str, float] | None = None
-    """Outside of a run."""
-    rows: Rows | None = None
-    """Outside of a run."""
-    costs: tuple[CostFunction, ...] = (TokenCount(),)
-    method: str | None = None
-    sync: Sync | None = None
-    """None: rows are dealt in turn."""
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The numbers of a sample that the costs want beside its length."""
-        return tuple(dict.fromkeys(name for cost in self.costs for name in fields_of(cost)))
-
-    @property
-    def cost_names(self) -> str:
-        """For people."""
-        return ", ".join(getattr(cost, "__name__", type(cost).__name__) for cost in self.costs)
 
 
 class StepSource(Protocol):
@@ -81,18 +45,6 @@ class StepSource(Protocol):
     def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
         """The stream, and the pool of the step."""
         ...
-
-
-class Lineage(NamedTuple):
-    """What became of one piece in a step."""
-
-    life: str
-    """"carried" (it waits for the next step), "packed" (its row has no place yet) or "placed"."""
-    row: int = -1
-    group: int = -1
-    """Data-parallel group."""
-    microbatch: int = -1
-    slot: int = -1
 
 
 class DGraph:
@@ -221,16 +173,21 @@ class DGraph:
     def _declare(self, name: str, **values: Any) -> DGraph:
         done = self.declared.done
         if name in done:
-            raise ConfigError(f"{name}() is declared twice: {_calls(done)}.{name}()")
-        _require(name, done)
+            raise ConfigError(f"{name}() is declared twice: {calls(done)}.{name}()")
+        require(name, done)
         return DGraph(self._source, replace(self.declared, done=(*done, name), **values))
 
     # What comes of it
 
     @cached_property
     def _drawn(self) -> tuple[StreamSpec, Drawn]:
-        _require("plan", self.declared.done)
+        require("plan", self.declared.done)
         return self._source.draw(self.declared)
+
+    @property
+    def spec(self) -> StreamSpec:
+        """The stream that the step is one of."""
+        return self._drawn[0]
 
     @property
     def drawn(self) -> Drawn:
@@ -240,7 +197,7 @@ class DGraph:
     @cached_property
     def rows(self) -> list[list[int]]:
         """For each row its pieces, in order, as indices into the pool."""
-        spec, drawn = self._drawn
+        spec, drawn = self.spec, self.drawn
         lengths = drawn.pieces["length"].tolist()
         if isinstance(spec.rows, PackedRows):
             carried, new = lengths[: drawn.num_carried], lengths[drawn.num_carried :]
@@ -267,12 +224,12 @@ class DGraph:
 
     @cached_property
     def _plan(self) -> StepPlan:
-        spec, drawn = self._drawn
+        drawn = self.drawn
         pieces = drawn.pieces[self.in_rows]
         row_offsets = np.zeros(len(self.rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in self.rows], out=row_offsets[1:])
         metadata = {name: values[self.in_rows] for name, values in drawn.metadata.items()}
-        places = distribute(spec, pieces["length"], row_offsets, metadata, self.declared.costs, self.declared.sync)
+        places = distribute(self.spec, pieces["length"], row_offsets, metadata, self.declared.costs, self.declared.sync)
         return StepPlan(
             step=self.step,
             pieces=pieces,
@@ -294,92 +251,16 @@ class DGraph:
             unit: Its unit; outside of a run 0.
             row: Its row in the unit; outside of a run its number in the source.
             start: First token of the piece.
+
+        Raises:
+            ConfigError: There is no such source.
         """
-        spec, drawn = self._drawn
-        names = [known.name for known in spec.sources]
-        if source not in names:
-            raise ConfigError(f"lineage(): there is no source {source!r}; there are {names}")
-        pieces = drawn.pieces
-        here = (pieces["source"] == names.index(source)) & (pieces["unit"] == unit)
-        found = np.flatnonzero(here & (pieces["row"] == row) & (pieces["start"] == start))
-        if not found.size:
-            return None
-        at = next((index for index, members in enumerate(self.rows) if int(found[0]) in members), None)
-        if at is None:
-            return Lineage("carried")
-        place = np.argwhere(self.plan().placement == at)
-        return Lineage("placed", at, *(int(index) for index in place[0])) if len(place) else Lineage("packed", at)
+        return lineage_of(self, source, unit, row, start)
 
     def summary(self) -> dict[str, Any]:
         """What the step is made of: pieces by life, rows, how full they are, and how even the work is."""
-        spec, drawn = self._drawn
-        plan = self.plan()
-        tokens = int(plan.pieces["length"].sum(dtype=np.int64))
-        found: dict[str, Any] = {
-            "step": self.step,
-            "carried_in": drawn.num_carried,
-            "mixed": len(drawn.pieces) - drawn.num_carried,
-            "placed": len(plan.pieces),
-            "carried_on": len(self.carry),
-            "rows": len(self.rows),
-            "tokens": tokens,
-        }
-        if isinstance(spec.rows, PackedRows):
-            found["fill"] = tokens / (len(self.rows) * spec.rows.capacity)
-        return {**found, **plan.balance}
+        return summary_of(self)
 
     def to_mermaid(self) -> str:
         """The declarations and what comes of them as a Mermaid flowchart."""
-        found = self.summary()
-        spec = self._drawn[0]
-        texts = {
-            "init": f"places: {spec.num_groups} groups x {spec.num_microbatches} microbatches",
-            "mix": f"mix: {found['carried_in']} carried + {found['mixed']} drawn of {len(spec.sources)} sources",
-            "pack": f"pack: {found['placed']} pieces in {found['rows']} rows, {found['carried_on']} carried on",
-            "distribute": "distribute over dp",
-            "cost": f"cost: {self.declared.cost_names}",
-            "balance": f"balance by {self.declared.sync}: max/mean {found['max_over_mean']:.3f}",
-        }
-        names = [name for name in _ORDER if name in self.declared.done]
-        nodes = [f'    {name}["{texts[name]}"]' for name in names]
-        arrows = [f"    {one} --> {other}" for one, other in pairwise(names)]
-        return "\n".join(["flowchart LR", *nodes, *arrows])
-
-
-def declared_by(strategy: Any) -> Declared:
-    """What a strategy declares for a step of a run.
-
-    Raises:
-        ConfigError: It is no function of a graph, or leaves out what a plan needs.
-    """
-    if not callable(strategy) or isinstance(strategy, type):
-        raise ConfigError(
-            f"strategy must be Balanced(), RoundRobin() or a function that declares a DGraph, not {strategy!r}"
-        )
-    graph = strategy(DGraph(_Nothing()))
-    if not isinstance(graph, DGraph):
-        raise ConfigError(f"strategy: {strategy!r} gave {type(graph).__name__}: return the graph that you declared")
-    _require("plan", graph.declared.done)
-    return graph.declared
-
-
-class _Nothing:
-    """A step of a run, to be declared and not to be planned."""
-
-    in_run = True
-    step = 0
-
-    def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
-        raise ConfigError("strategy: a step has no samples yet while it is declared; decide by graph.step alone")
-
-
-def _require(name: str, done: tuple[str, ...]) -> None:
-    missing = [needed for needed in _NEEDS.get(name, ()) if needed not in done]
-    if missing:
-        raise ConfigError(
-            f"{name}() needs {' and '.join(f'{one}()' for one in missing)} before it; declared is {_calls(done)}"
-        )
-
-
-def _calls(done: tuple[str, ...]) -> str:
-    return "graph" + "".join(f".{name}()" for name in done)
+        return flowchart(self)

@@ -15,7 +15,7 @@ from megascale_lightning.streams import SourceSpec, StreamSpec, initial_state
 from megascale_lightning.types import PIECE, FloatArray, IntArray, MetaBlock, PartKey
 
 if TYPE_CHECKING:
-    from megascale_lightning.planning.dgraph import Declared
+    from megascale_lightning.planning.declared import Declared
 
 __all__ = ["GivenSamples"]
 

@@ -12,7 +12,8 @@ import numpy as np
 from megascale_lightning.errors import EmptySourceError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.buffer import Drawn, SampleBuffer
-from megascale_lightning.planning.dgraph import Declared, DGraph
+from megascale_lightning.planning.declared import Declared
+from megascale_lightning.planning.dgraph import DGraph
 from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import PIECE, FloatArray, IntArray, LoaderState, MixtureChange, PartKey, StepPlan
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
+from megascale_lightning.errors import ConfigError
+from megascale_lightning.planning.buffer import Drawn
 from megascale_lightning.planning.costs import AttentionCost, CostFunction
+from megascale_lightning.planning.declared import Declared, require
 from megascale_lightning.planning.dgraph import DGraph
 from megascale_lightning.planning.twolevel import Sync
+from megascale_lightning.streams import StreamSpec
 
-__all__ = ["Balanced", "RoundRobin", "Strategy"]
+__all__ = ["Balanced", "RoundRobin", "Strategy", "declared_by"]
 
 
 class Strategy(ABC):
@@ -44,3 +49,30 @@ class RoundRobin(Strategy):
     def __call__(self, graph: DGraph) -> DGraph:
         """See `Strategy`."""
         return graph.mix().pack().distribute("dp").cost(self.cost)
+
+
+def declared_by(strategy: Any) -> Declared:
+    """What a strategy declares for a step of a run.
+
+    Raises:
+        ConfigError: It is no function of a graph, or leaves out what a plan needs.
+    """
+    if not callable(strategy) or isinstance(strategy, type):
+        raise ConfigError(
+            f"strategy must be Balanced(), RoundRobin() or a function that declares a DGraph, not {strategy!r}"
+        )
+    graph = strategy(DGraph(_Nothing()))
+    if not isinstance(graph, DGraph):
+        raise ConfigError(f"strategy: {strategy!r} gave {type(graph).__name__}: return the graph that you declared")
+    require("plan", graph.declared.done)
+    return graph.declared
+
+
+class _Nothing:
+    """A step of a run, to be declared and not to be planned."""
+
+    in_run = True
+    step = 0
+
+    def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
+        raise ConfigError("strategy: a step has no samples yet while it is declared; decide by graph.step alone")

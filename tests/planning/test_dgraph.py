@@ -25,8 +25,8 @@ from megascale_lightning import (
 )
 from megascale_lightning.errors import ConfigError, EmptySourceError
 from megascale_lightning.planning.blocks import BlockStore
-from megascale_lightning.planning.dgraph import declared_by
 from megascale_lightning.planning.stepping import StepPlanner
+from megascale_lightning.planning.strategies import declared_by
 from megascale_lightning.streams import initial_state
 from megascale_lightning.types import PartKey
 from tests.planning.fakes import Drive, FakeData

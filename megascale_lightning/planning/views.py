@@ -1,0 +1,84 @@
+"""What a planned step looks like to people: the life of one piece, the whole in figures, a flowchart."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from megascale_lightning.errors import ConfigError
+from megascale_lightning.planning.declared import PRIMITIVES
+from megascale_lightning.rows import PackedRows
+
+if TYPE_CHECKING:
+    from megascale_lightning.planning.dgraph import DGraph
+
+__all__ = ["Lineage", "flowchart", "lineage_of", "summary_of"]
+
+
+class Lineage(NamedTuple):
+    """What became of one piece in a step."""
+
+    life: str
+    """"carried" (it waits for the next step), "packed" (its row has no place yet) or "placed"."""
+    row: int = -1
+    group: int = -1
+    """Data-parallel group."""
+    microbatch: int = -1
+    slot: int = -1
+
+
+def lineage_of(graph: DGraph, source: str, unit: int, row: int, start: int) -> Lineage | None:
+    """See `DGraph.lineage`."""
+    spec, drawn = graph.spec, graph.drawn
+    names = [known.name for known in spec.sources]
+    if source not in names:
+        raise ConfigError(f"lineage(): there is no source {source!r}; there are {names}")
+    pieces = drawn.pieces
+    here = (pieces["source"] == names.index(source)) & (pieces["unit"] == unit)
+    found = np.flatnonzero(here & (pieces["row"] == row) & (pieces["start"] == start))
+    if not found.size:
+        return None
+    at = next((index for index, members in enumerate(graph.rows) if int(found[0]) in members), None)
+    if at is None:
+        return Lineage("carried")
+    place = np.argwhere(graph.plan().placement == at)
+    return Lineage("placed", at, *(int(index) for index in place[0])) if len(place) else Lineage("packed", at)
+
+
+def summary_of(graph: DGraph) -> dict[str, Any]:
+    """See `DGraph.summary`."""
+    spec, drawn = graph.spec, graph.drawn
+    plan = graph.plan()
+    tokens = int(plan.pieces["length"].sum(dtype=np.int64))
+    found: dict[str, Any] = {
+        "step": graph.step,
+        "carried_in": drawn.num_carried,
+        "mixed": len(drawn.pieces) - drawn.num_carried,
+        "placed": len(plan.pieces),
+        "carried_on": len(graph.carry),
+        "rows": len(graph.rows),
+        "tokens": tokens,
+    }
+    if isinstance(spec.rows, PackedRows):
+        found["fill"] = tokens / (len(graph.rows) * spec.rows.capacity)
+    return {**found, **plan.balance}
+
+
+def flowchart(graph: DGraph) -> str:
+    """See `DGraph.to_mermaid`."""
+    found = summary_of(graph)
+    spec = graph.spec
+    texts = {
+        "init": f"places: {spec.num_groups} groups x {spec.num_microbatches} microbatches",
+        "mix": f"mix: {found['carried_in']} carried + {found['mixed']} drawn of {len(spec.sources)} sources",
+        "pack": f"pack: {found['placed']} pieces in {found['rows']} rows, {found['carried_on']} carried on",
+        "distribute": "distribute over dp",
+        "cost": f"cost: {graph.declared.cost_names}",
+        "balance": f"balance by {graph.declared.sync}: max/mean {found['max_over_mean']:.3f}",
+    }
+    names = [name for name in PRIMITIVES if name in graph.declared.done]
+    nodes = [f'    {name}["{texts[name]}"]' for name in names]
+    arrows = [f"    {one} --> {other}" for one, other in pairwise(names)]
+    return "\n".join(["flowchart LR", *nodes, *arrows])
