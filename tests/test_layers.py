@@ -15,7 +15,7 @@ PACKAGE = "megascale_lightning"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
 LAYERS = (
-    {"errors", "version"},
+    {"errors", "version", "writing"},
     {"types"},
     {"places", "sources", "rows"},
     {"config", "mixtures", "streams"},

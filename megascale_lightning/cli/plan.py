@@ -16,12 +16,13 @@ from megascale_lightning.cli.configs import load_config
 from megascale_lightning.cli.dryrun import DryRun, PlannedStep
 from megascale_lightning.cli.inspect import remember_all_secrets
 from megascale_lightning.cli.planfigures import PlanFigures
-from megascale_lightning.cli.planreport import report_html, write_whole
+from megascale_lightning.cli.planreport import report_html
 from megascale_lightning.cli.plantext import text_lines
 from megascale_lightning.errors import ConfigError, MegaScaleError
 from megascale_lightning.places.axes import AXES
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.sources.stores.secrets import redact
+from megascale_lightning.writing import write_whole
 
 __all__ = ["add_parser", "parse_tree"]
 

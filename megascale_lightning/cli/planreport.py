@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from html import escape
-from pathlib import Path
 from typing import Any, Final
 
 from megascale_lightning.cli.charts import Bar, Line, bar_chart, line_chart
 from megascale_lightning.cli.plantext import Table, balance_table, facts, headline, source_table
 from megascale_lightning.version import __version__
 
-__all__ = ["report_html", "write_whole"]
+__all__ = ["report_html"]
 
 _SHOWN_SOURCES: Final = 6
 _STYLE: Final = """
@@ -47,33 +43,6 @@ def report_html(found: Mapping[str, Any]) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\"/>\n"
         f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all.
-
-    Raises:
-        OSError: It cannot be written; what was there before stays.
-    """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    """What new files may not be; it can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _sections(found: Mapping[str, Any]) -> Iterator[str]:

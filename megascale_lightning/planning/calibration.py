@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import tempfile
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,6 +15,7 @@ import numpy as np
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.planning.costs import Addable, refuse_missing
 from megascale_lightning.types import FloatArray, IntArray
+from megascale_lightning.writing import write_whole
 
 __all__ = ["FEATURES", "CalibratedCost", "CostCalibrator", "check_scipy", "microbatch_features"]
 
@@ -135,17 +133,7 @@ class CalibratedCost(Addable):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump({"version": FILE_VERSION, "unit": "seconds", **asdict(self)}, sort_keys=False)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+        write_whole(target, text)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> CalibratedCost:

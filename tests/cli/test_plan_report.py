@@ -17,9 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megascale_lightning.cli import main, planreport
+from megascale_lightning import writing
+from megascale_lightning.cli import main
 from megascale_lightning.cli.charts import Bar, Line, bar_chart, line_chart
-from megascale_lightning.cli.planreport import report_html, write_whole
+from megascale_lightning.cli.planreport import report_html
+from megascale_lightning.writing import write_whole
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 YAML = """
@@ -205,7 +207,7 @@ class TestWriting:
         def fails(*_: Any) -> None:
             raise OSError("the disk is full")
 
-        monkeypatch.setattr(planreport.os, "fsync", fails)
+        monkeypatch.setattr(writing.os, "fsync", fails)
         assert main(["plan", "run.yaml", "--steps", "2", "--report", "plan.html"]) == 2
         shown = capsys.readouterr()
         assert shown.err == "megascale: the disk is full\n"
