@@ -40,7 +40,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/lightning_text.py $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

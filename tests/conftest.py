@@ -34,7 +34,13 @@ settings.load_profile("ci" if os.environ.get("CI") else "quiet")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """`@pytest.mark.watchdog(20)`: a test that must not hang says how long it may take at most, in seconds."""
+    """Translate our marks into those of the plugins.
+
+    `@pytest.mark.watchdog(20)`: a test that must not hang says how long it may take at most, in seconds. Where tests
+    run side by side, those that start Ray or trainers, and look for what these leave behind, do so one after another.
+    """
     watchdog = item.get_closest_marker("watchdog")
     if watchdog is not None:
         item.add_marker(pytest.mark.timeout(*watchdog.args, **watchdog.kwargs))
+    if item.get_closest_marker("ray") or item.get_closest_marker("ddp"):
+        item.add_marker(pytest.mark.xdist_group("machine"))

@@ -294,21 +294,25 @@ class TestInterrupt:
             "source = Source('docs', 'docs.jsonl', transform=planned_code.waits)\n"
             "config = LoaderConfig(sources=[source], rows=PackedRows(32, 2))\n"
         )
-        code = "import sys; from megascale_lightning.cli import main; sys.exit(main(sys.argv[1:]))"
-        process = subprocess.Popen(
+        # What a shell starts in the background has SIGINT ignored, the tests too.
+        code = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from megascale_lightning.cli import main; sys.exit(main(sys.argv[1:]))"
+        )
+        started = subprocess.Popen(
             [sys.executable, "-c", code, "plan", "planned_config.py:config"],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "begun\n"
-            process.send_signal(signal.SIGINT)
-            out, error = process.communicate(timeout=30)
-        finally:
-            process.kill()
-            process.wait()
+        with started as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "begun\n"
+                process.send_signal(signal.SIGINT)
+                out, error = process.communicate(timeout=30)
+            finally:
+                process.kill()
         assert (process.returncode, out) == (130, "")
         assert error == "megascale: interrupted; nothing was written\n"

@@ -19,7 +19,7 @@ from jupyter_client.manager import AsyncKernelManager
 from tests.integrations.corpora import write_corpus
 from tests.integrations.processes import MARK, Finished, left_behind, read_log, shared_memory_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("machine")]
 
 ROOT = Path(__file__).resolve().parents[2]
 
