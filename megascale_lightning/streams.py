@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -67,6 +67,8 @@ class StreamSpec:
     """What ends the stream, as in `Mixture`."""
     metadata: tuple[str, ...] = ()
     """Names of the numbers of a sample that the strategy wants beside its length."""
+    order: Mapping[str, Any] = field(default_factory=dict)
+    """What the strategy declares of the order of samples, as checkpoints name it (`Declared.order`)."""
 
     def weights_at(self, step: int, state: LoaderState, changes: Mapping[int, FloatArray]) -> FloatArray:
         """float64 [num_sources]: the weights that govern the draws of a step.

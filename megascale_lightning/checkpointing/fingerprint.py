@@ -56,11 +56,19 @@ _CONSEQUENCES: Final = {
     "mixture_unit": "shares are counted differently",
     "mixture_stop": "the end of the stream differs",
     "last_step": "the end of the stream differs",
+    "strategy": "rows hold other samples from here on",
     "passes": "epochs end at other steps from here on",
 }
 
 
-def order_fingerprint(config: LoaderConfig, *, stream: str, global_batch_size: int, passes: bool) -> dict[str, Any]:
+def order_fingerprint(
+    config: LoaderConfig,
+    *,
+    stream: str,
+    global_batch_size: int,
+    passes: bool,
+    strategy: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """What law 1 lets the order depend on, but for files and weights: dotted name -> plain value.
 
     Args:
@@ -68,6 +76,7 @@ def order_fingerprint(config: LoaderConfig, *, stream: str, global_batch_size: i
         stream: The stream.
         global_batch_size: As resolved.
         passes: As resolved.
+        strategy: What the strategy declares of the order (`StreamSpec.order`).
     """
     rows = config.rows_of(stream)
     table: dict[str, Any] = {
@@ -99,7 +108,7 @@ def order_fingerprint(config: LoaderConfig, *, stream: str, global_batch_size: i
                 value = json.dumps(value, sort_keys=True, default=str) if value else None
             if value != default:
                 table[f"sources.{source.name}.{field}"] = value
-    return table
+    return table | {f"strategy.{name}": value for name, value in (strategy or {}).items()}
 
 
 def full_table(saved: Mapping[str, Any], weights: Mapping[str, float], names: Collection[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from megascale_lightning.loading.quarantine import Quarantine, check_folder, qua
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.planner import Planner
 from megascale_lightning.planning.strategies import Balanced, declared_by
-from megascale_lightning.rows import CollatedRows, Rows
+from megascale_lightning.rows import CollatedRows, PackedRows, Rows
 from megascale_lightning.runtime.pickling import dump, dumps
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan
 from megascale_lightning.scaling.assignment import SlotAssignment
@@ -139,11 +139,17 @@ def resolve_streams(
         ConfigError: `global_batch_size` does not fit them, the strategy is none, or the mixture does not go in passes.
     """
     strategy = config.strategy if config.strategy is not None else Balanced()
-    metadata = declared_by(strategy).fields
+    declared = declared_by(strategy)
+    metadata = declared.fields
     if metadata and isinstance(config.rows, CollatedRows):
         raise ConfigError(
             f"strategy: its cost wants {list(metadata)} of each sample, which are read of packed and padded rows only: "
             "take a cost by length, and let length= of the sources say what a sample costs"
+        )
+    if declared.even is not None and not isinstance(config.rows, PackedRows):
+        raise ConfigError(
+            f"strategy: pack(even=...) evens packed rows, and {type(config.rows).__name__} hold one sample each: leave "
+            "it out, or take PackedRows"
         )
     total, num_microbatches = _resolve_step(config, tree, accumulate)
     if passes:
@@ -172,6 +178,7 @@ def resolve_streams(
             schedule=config.schedule_of(stream),
             stop=_stop(config) if training else "all",
             metadata=metadata,
+            order=declared.order,
         )
     return found
 

@@ -79,7 +79,11 @@ class SavedStates:
             },
             "global_batch_size": spec.rows_per_step,
             "fingerprint": order_fingerprint(
-                self._config, stream=stream, global_batch_size=spec.rows_per_step, passes=spec.passes
+                self._config,
+                stream=stream,
+                global_batch_size=spec.rows_per_step,
+                passes=spec.passes,
+                strategy=spec.order,
             ),
             "files": dict(self._digests[stream]),
         }

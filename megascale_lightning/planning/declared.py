@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.costs import CostFunction, TokenCount, fields_of
+from megascale_lightning.planning.signatures import signature
 from megascale_lightning.planning.twolevel import Sync
 from megascale_lightning.rows import Rows
 
@@ -38,6 +39,8 @@ class Declared:
     """Outside of a run."""
     rows: Rows | None = None
     """Outside of a run."""
+    even: CostFunction | None = None
+    """What packed rows are to cost alike; None: they are filled as well as can be, and cost what comes of it."""
     costs: tuple[CostFunction, ...] = (TokenCount(),)
     method: str | None = None
     sync: Sync | None = None
@@ -46,7 +49,17 @@ class Declared:
     @property
     def fields(self) -> tuple[str, ...]:
         """The numbers of a sample that the costs want beside its length."""
-        return tuple(dict.fromkeys(name for cost in self.costs for name in fields_of(cost)))
+        costs = self.costs if self.even is None else (*self.costs, self.even)
+        return tuple(dict.fromkeys(name for cost in costs for name in fields_of(cost)))
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What `mix` and `pack` were told that the order of samples depends on: name -> JSON value; empty for nothing.
+
+        Raises:
+            ConfigError: One cannot be recognised at a resume.
+        """
+        return {} if self.even is None else {"pack.even": signature("pack(even=...)", self.even)}
 
     @property
     def cost_names(self) -> str:

@@ -13,9 +13,10 @@ import numpy as np
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.buffer import Drawn
-from megascale_lightning.planning.costs import CostFunction
+from megascale_lightning.planning.costs import CostFunction, cost_of_documents
 from megascale_lightning.planning.declared import Declared, calls, require
 from megascale_lightning.planning.distribution import distribute
+from megascale_lightning.planning.evenpacking import pack_evenly
 from megascale_lightning.planning.given import GivenSamples
 from megascale_lightning.planning.packing import pack
 from megascale_lightning.planning.twolevel import Sync
@@ -114,11 +115,13 @@ class DGraph:
             )
         return self._declare("mix", weights=None if weights is None else dict(weights))
 
-    def pack(self, rows: Rows | None = None) -> DGraph:
+    def pack(self, rows: Rows | None = None, *, even: CostFunction | None = None) -> DGraph:
         """Put the drawn samples into rows.
 
         Args:
             rows: Their kind and capacity; in a run they are the config's, and it is left out.
+            even: A function as of `cost` by which packed rows are to cost alike, as far as their room allows. It
+                belongs to the order: the same at every step, named by checkpoints, refused at a resume if it differs.
         """
         if (rows is None) != self._source.in_run:
             raise ConfigError(
@@ -128,7 +131,13 @@ class DGraph:
             )
         if rows is not None and not isinstance(rows, Rows):
             raise ConfigError(f"pack(): rows must be PackedRows, PaddedRows or CollatedRows, not {rows!r}")
-        return self._declare("pack", rows=rows)
+        if even is not None and (not callable(even) or isinstance(even, type)):
+            raise ConfigError(f"pack(): even must be a function of lengths, such as TransformerCost(...), not {even!r}")
+        if even is not None and rows is not None and not isinstance(rows, PackedRows):
+            raise ConfigError(
+                f"pack(): even evens packed rows; {type(rows).__name__} hold one sample each, leave it out"
+            )
+        return self._declare("pack", rows=rows, even=even)
 
     def distribute(self, axis: str = "dp") -> DGraph:
         """Spread the rows over the places of an axis; without `balance`, they are dealt in turn.
@@ -197,11 +206,15 @@ class DGraph:
     @cached_property
     def rows(self) -> list[list[int]]:
         """For each row its pieces, in order, as indices into the pool."""
-        spec, drawn = self.spec, self.drawn
+        spec, drawn, even = self.spec, self.drawn, self.declared.even
         lengths = drawn.pieces["length"].tolist()
         if isinstance(spec.rows, PackedRows):
             carried, new = lengths[: drawn.num_carried], lengths[drawn.num_carried :]
-            return pack(carried, new, num_rows=spec.rows_per_step, capacity=spec.rows.capacity)
+            shape = {"num_rows": spec.rows_per_step, "capacity": spec.rows.capacity}
+            if even is None:
+                return pack(carried, new, **shape)
+            costs = cost_of_documents(even, drawn.pieces["length"].astype(np.int64), drawn.metadata)
+            return pack_evenly(carried, new, costs, **shape)
         return [[piece] if piece < len(lengths) else [] for piece in range(spec.rows_per_step)]
 
     @cached_property

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megascale_lightning.errors import EmptySourceError
+from megascale_lightning.errors import ConfigError, EmptySourceError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.buffer import Drawn, SampleBuffer
 from megascale_lightning.planning.declared import Declared
@@ -103,6 +103,11 @@ class _Step:
 
     def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
         """See `StepSource`."""
+        if declared.order != self._buffer.spec.order:
+            raise ConfigError(
+                f"strategy: at step {self.step} it declares {declared.order or 'nothing'} of the order of samples, and "
+                f"{self._buffer.spec.order or 'nothing'} before: give mix() and pack() the same at every step"
+            )
         return self._buffer.spec, self._buffer.draw(self._state, self._weights)
 
 

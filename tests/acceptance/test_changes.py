@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from megascale_lightning import LoaderConfig, PackedRows, PaddedRows, Source, StateError
+from megascale_lightning import (
+    AttentionCost,
+    ConfigError,
+    DGraph,
+    LoaderConfig,
+    PackedRows,
+    PaddedRows,
+    Source,
+    StateError,
+)
 from megascale_lightning.checkpointing.fingerprint import order_fingerprint
 
 from .harness import Step, World
@@ -48,6 +57,14 @@ def double(sample: dict[str, Any]) -> dict[str, Any]:
 
 def double_all(columns: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": [2 * ids for ids in columns["input_ids"]]}
+
+
+def even_rows(graph: DGraph) -> DGraph:
+    return graph.mix().pack(even=AttentionCost(8)).distribute("dp")
+
+
+def other_rows(graph: DGraph) -> DGraph:
+    return graph.mix().pack(even=AttentionCost(2)).distribute("dp")
 
 
 def config_for(root: Path, names: tuple[str, ...] = tuple(COUNTS), **changes: Any) -> LoaderConfig:
@@ -136,6 +153,7 @@ REFUSED: list[Any] = [
     ),
     pytest.param(None, {"own": {"web": {"shuffle": False}}}, "sources.web.shuffle", id="shuffle"),
     pytest.param(None, {"own": {"web": {"epochs": 2}}}, "sources.web.epochs", id="epochs"),
+    pytest.param(None, {"strategy": even_rows}, "strategy.pack.even", id="even rows"),
     pytest.param(None, {"own": {"web": {"overlong": "drop"}}}, "sources.web.overlong", id="overlong"),
     pytest.param(None, {"own": {"web": {"on_error": "skip"}}}, "sources.web.on_error", id="on_error"),
     pytest.param(None, {"names": ("web", "code")}, "gone ['books']", id="source removed"),
@@ -192,6 +210,35 @@ def test_edited_weights_count_from_the_next_step(root: Path, saved: dict[str, An
     assert drawn(steps[4:])["web"] == 0
     again = go_on(config_for(root, weights={"web": 0.0}), saved, 20)
     assert [step.certificate for step in again] == [step.certificate for step in steps]
+
+
+class TestEvenRows:
+    """The cost by which rows are even is part of the order."""
+
+    def test_a_run_goes_on_with_its_own(self, root: Path) -> None:
+        with World(config_for(root, strategy=even_rows)) as world:
+            whole = [step.certificate for step in world.steps(STOP + 15)]
+        with World(config_for(root, strategy=even_rows)) as world:
+            world.steps(STOP)
+            saved = world.state()
+        assert saved["fingerprint"]["strategy.pack.even"] == "AttentionCost(crossover=8)"
+        assert [step.certificate for step in go_on(config_for(root, strategy=even_rows), saved)] == whole[STOP:]
+        with World(config_for(root)) as world:
+            assert [step.certificate for step in world.steps(STOP + 15)][-1] != whole[-1], "it changes nothing"
+        for other, shown in (
+            (
+                other_rows,
+                r"'AttentionCost\(crossover=8\)' \| 'AttentionCost\(crossover=2\)' \| rows hold other samples",
+            ),
+            (None, r"'AttentionCost\(crossover=8\)' \| None"),
+        ):
+            with pytest.raises(StateError, match=f"strategy.pack.even: {shown}"):
+                go_on(config_for(root, strategy=other), saved)
+        go_on(config_for(root, strategy=other_rows, force_resume=["strategy"]), saved)
+
+    def test_rows_of_one_sample_have_nothing_to_even(self, root: Path) -> None:
+        with pytest.raises(ConfigError, match="PaddedRows hold one sample each"):
+            World(config_for(root, strategy=even_rows, rows=PaddedRows(16, 2)))
 
 
 class TestSources:

@@ -113,6 +113,8 @@ class TestDeclarations:
             ),
             (lambda graph: graph.init(TREE).mix().pack(), "the kind of rows is wanted"),
             (lambda graph: graph.init(TREE).mix().pack(4096), "rows must be"),
+            (lambda graph: graph.init(TREE).mix().pack(ROWS, even="tokens"), "even must be a function"),
+            (lambda graph: graph.init(TREE).mix().pack(PaddedRows(8, 1), even=square), "evens packed rows"),
             (lambda graph: graph.init(TREE).mix().pack(ROWS).distribute("tp"), r"distribute\('tp'\)"),
             (lambda graph: graph.init(TREE).cost("attention"), "functions of lengths"),
             (lambda graph: declared(graph).balance("best"), r"balance\('best'\)"),
@@ -161,6 +163,9 @@ class TestDeclarations:
         assert (found.costs, found.sync) == ((AttentionCost(512),), "microbatch")
         assert declared_by(RoundRobin()).sync is None
         costs = square, CostOf(square, ("a",)), CostOf(square, ("b", "a"))
+        even = declared_by(lambda graph: graph.mix().pack(even=CostOf(square, ("a",))).distribute())
+        assert (even.fields, declared_by(Balanced()).order) == (("a",), {})
+        assert even.order == {"pack.even": "CostOf(function=tests.planning.test_dgraph.square, fields=('a'))"}
         several = declared_by(lambda graph: graph.mix().pack().distribute().cost(*costs))
         assert (several.fields, several.cost_names) == (("a", "b"), "square, CostOf, CostOf")
 
@@ -312,6 +317,13 @@ class TestInARun:
         assert set(asked) >= {0, 1, 2, 3}
         dealt = [bool((plan.group_costs == plan.group_costs_before).all()) for plan in plans]
         assert dealt == [False, True, False, True]
+
+    def test_even_rows_are_declared_for_all_steps_or_none(self):
+        def strategy(graph):
+            return graph.mix().pack(even=None if graph.step < 2 else square).distribute()
+
+        with pytest.raises(ConfigError, match=r"at step 2 it declares .*pack.even.* and nothing before"):
+            self.drive(strategy).run(3)
 
     def test_a_state_that_was_gone_on_from_gives_its_step_again(self):
         data = FakeData([50], longest=90)
