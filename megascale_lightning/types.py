@@ -194,7 +194,8 @@ class StepPlan:
     """int32 [groups, microbatches, rows a microbatch]: row index, -1 for filler."""
     step_loss_tokens: int
     balance: Mapping[str, float]
-    """`max_over_mean_before`, `max_over_mean`, `max_over_bound` of the groups' costs."""
+    """`max_over_mean` and `max_over_bound` of the groups' costs, and both with `_before`: had the rows been dealt in
+    turn."""
     group_costs: FloatArray
     """[groups]: cost per data-parallel group as placed; of several costs, see `Distribution`."""
     group_costs_before: FloatArray

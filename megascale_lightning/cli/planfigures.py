@@ -17,7 +17,7 @@ from megascale_lightning.types import FloatArray, IntArray, StepPlan
 
 __all__ = ["PlanFigures", "token_slots"]
 
-_BALANCE: Final = ("max_over_mean_before", "max_over_mean", "max_over_bound")
+_BALANCE: Final = ("max_over_mean_before", "max_over_mean", "max_over_bound_before", "max_over_bound")
 _KEPT: Final = "truncated"
 
 

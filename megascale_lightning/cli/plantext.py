@@ -13,7 +13,8 @@ Table = Sequence[Sequence[str]]
 _BALANCE: Final = (
     ("max/mean, dealt in turn", "max_over_mean_before"),
     ("max/mean, as planned", "max_over_mean"),
-    ("max/lower bound", "max_over_bound"),
+    ("max/lower bound, dealt in turn", "max_over_bound_before"),
+    ("max/lower bound, as planned", "max_over_bound"),
 )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from megascale_lightning.types import FloatArray, IntArray
 
-__all__ = ["assign_greedily", "lower_bound"]
+__all__ = ["assign_greedily", "lower_bound", "repair"]
 
 _REPAIR_ROUNDS = 200
 
@@ -40,14 +40,19 @@ def assign_greedily(costs: FloatArray, *, num_bins: int, per_bin: int) -> IntArr
         if len(bins[index]) < per_bin:
             heappush(heap, (load + values[item], index))
     found = np.array([sorted(items) for items in bins], dtype=np.int64).reshape(num_bins, per_bin)
-    return np.sort(_repair(costs, found), axis=1)
+    return np.sort(repair(costs, found), axis=1)
 
 
-def lower_bound(costs: FloatArray, num_bins: int) -> float:
+def lower_bound(costs: FloatArray, num_bins: int, *, equal_counts: bool = False) -> float:
     """A load that the fullest of `num_bins` bins cannot be below, whatever the assignment.
 
     The mean, the largest item, and for every j the j + 1 smallest among the j x bins + 1 largest (some bin holds j + 1
     of them by the pigeonhole principle).
+
+    Args:
+        costs: float64 [n], not negative.
+        num_bins: Bins.
+        equal_counts: All bins take n / bins items, so that the largest one is with as many others less one.
     """
     if costs.size == 0:
         return 0.0
@@ -56,11 +61,21 @@ def lower_bound(costs: FloatArray, num_bins: int) -> float:
     sizes = np.arange(1, (costs.size - 1) // num_bins + 1)
     tops = sizes * num_bins
     crowded = totals[tops + 1] - totals[tops - sizes]
-    return max(float(totals[-1]) / num_bins, float(ordered[0]), float(crowded.max(initial=0.0)))
+    others = costs.size // num_bins - 1 if equal_counts else 0
+    largest = float(ordered[0]) + float(ordered[costs.size - others :].sum())
+    return max(float(totals[-1]) / num_bins, largest, float(crowded.max(initial=0.0)))
 
 
-def _repair(costs: FloatArray, bins: IntArray) -> IntArray:
-    """Swap items of the fullest bin against items of emptier ones for as long as the fullest gets lighter."""
+def repair(costs: FloatArray, bins: IntArray) -> IntArray:
+    """Swap items of the fullest bin against items of emptier ones for as long as the fullest gets lighter.
+
+    Args:
+        costs: float64 [n], not negative.
+        bins: int64 [num_bins, per_bin]: the items of each bin; swapped in place.
+
+    Returns:
+        `bins`.
+    """
     loads = costs[bins].sum(axis=1)
     for _ in range(_REPAIR_ROUNDS):
         full = int(loads.argmax())

@@ -10,7 +10,7 @@ from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.costs import CostFunction, TokenCount, fields_of
 from megascale_lightning.planning.signatures import signature
-from megascale_lightning.planning.twolevel import Sync
+from megascale_lightning.planning.twolevel import Method, Sync
 from megascale_lightning.rows import Rows
 
 __all__ = ["PRIMITIVES", "Declared", "calls", "require"]
@@ -42,7 +42,7 @@ class Declared:
     even: CostFunction | None = None
     """What packed rows are to cost alike; None: they are filled as well as can be, and cost what comes of it."""
     costs: tuple[CostFunction, ...] = (TokenCount(),)
-    method: str | None = None
+    method: Method | None = None
     sync: Sync | None = None
     """None: rows are dealt in turn."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import numpy as np
 
@@ -19,15 +19,13 @@ from megascale_lightning.planning.distribution import distribute
 from megascale_lightning.planning.evenpacking import pack_evenly
 from megascale_lightning.planning.given import GivenSamples
 from megascale_lightning.planning.packing import pack
-from megascale_lightning.planning.twolevel import Sync
+from megascale_lightning.planning.twolevel import Method, Sync
 from megascale_lightning.planning.views import Lineage, flowchart, lineage_of, summary_of
 from megascale_lightning.rows import PackedRows, Rows
 from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import IntArray, StepPlan
 
 __all__ = ["DGraph", "StepSource"]
-
-_METHODS: Final = ("greedy",)
 
 
 class StepSource(Protocol):
@@ -165,16 +163,19 @@ class DGraph:
             raise ConfigError(f"cost(): functions of lengths are wanted, such as TransformerCost(...), not {odd!r}")
         return self._declare("cost", costs=costs)
 
-    def balance(self, method: str = "greedy", *, sync: Sync = "step") -> DGraph:
-        """Make the work of the groups even; all get the same number of rows.
+    def balance(self, method: Method = "greedy", *, sync: Sync = "step") -> DGraph:
+        """Make the work of the groups even; all get the same number of rows, and never less even than dealt in turn.
 
         Args:
-            method: "greedy": longest processing time first, with swaps.
+            method: "greedy": longest processing time first, with swaps. "karmarkar_karp": largest differencing, then
+                counts made equal, with the same swaps; slower, and seldom better. Several costs take "greedy".
             sync: "step": the sum over a step; "microbatch": at every microbatch, for what waits for all groups at each
                 (FSDP, expert parallelism, pipelines).
         """
-        if method not in _METHODS:
-            raise ConfigError(f"balance({method!r}): the methods are {_METHODS}")
+        if method not in get_args(Method):
+            raise ConfigError(f"balance({method!r}): the methods are {get_args(Method)}")
+        if method != "greedy" and len(self.declared.costs) > 1:
+            raise ConfigError(f'balance({method!r}) evens one cost, and cost() was given several: take "greedy"')
         if sync not in get_args(Sync):
             raise ConfigError(f"balance(sync={sync!r}): one of {get_args(Sync)} is wanted")
         return self._declare("balance", method=method, sync=sync)
@@ -242,7 +243,7 @@ class DGraph:
         row_offsets = np.zeros(len(self.rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in self.rows], out=row_offsets[1:])
         metadata = {name: values[self.in_rows] for name, values in drawn.metadata.items()}
-        places = distribute(self.spec, pieces["length"], row_offsets, metadata, self.declared.costs, self.declared.sync)
+        places = distribute(self.spec, pieces["length"], row_offsets, metadata, self.declared)
         return StepPlan(
             step=self.step,
             pieces=pieces,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from megascale_lightning.planning.balancing import lower_bound
-from megascale_lightning.planning.costs import CostFunction, cost_of_documents, cost_of_rows
+from megascale_lightning.planning.costs import cost_of_documents, cost_of_rows
+from megascale_lightning.planning.declared import Declared
 from megascale_lightning.planning.twolevel import Sync, assign_in_turn, assign_two_levels
 from megascale_lightning.rows import PackedRows
 from megascale_lightning.streams import StreamSpec
@@ -36,8 +37,7 @@ def distribute(
     lengths: IntArray,
     row_offsets: IntArray,
     metadata: Mapping[str, FloatArray],
-    costs: Sequence[CostFunction],
-    sync: Sync | None,
+    declared: Declared,
 ) -> Distribution:
     """Give every row of a step a place; every group gets the same number of microbatches, filler makes up the rest.
 
@@ -46,24 +46,18 @@ def distribute(
         lengths: Tokens of the pieces, row after row.
         row_offsets: int64 [rows + 1] into `lengths`; empty rows are filler.
         metadata: Name -> float64, of the pieces as `lengths`.
-        costs: Of a piece; of several, all are to be even at once.
-        sync: What is made even; None deals the rows in turn.
+        declared: The costs of a piece, and what is made even and how.
     """
     real = np.flatnonzero(np.diff(row_offsets) > 0)
     rows = np.full(spec.num_groups * spec.num_microbatches * spec.rows.micro_batch_size, -1, dtype=np.int64)
     rows[: len(real)] = real
     if not isinstance(spec.rows, PackedRows):
-        return _distribute_by_length(spec, rows, row_offsets, lengths, metadata, costs, sync)
-    table = np.zeros((len(rows), len(costs)))
-    for at, cost in enumerate(costs):
+        return _distribute_by_length(spec, rows, row_offsets, lengths, metadata, declared)
+    table = np.zeros((len(rows), len(declared.costs)))
+    for at, cost in enumerate(declared.costs):
         table[: len(real), at] = cost_of_rows(cost, lengths, row_offsets, metadata)[real]
-    return _distribute_packed(spec, rows, table, sync)
-
-
-def _distribute_packed(spec: StreamSpec, rows: IntArray, table: FloatArray, sync: Sync | None) -> Distribution:
     shape = spec.num_groups, spec.num_microbatches, spec.rows.micro_batch_size
-    dealt = assign_in_turn(*shape)
-    placed = dealt if sync is None else _assign(table, shape, sync)
+    placed, dealt = _assign(table, shape, declared), assign_in_turn(*shape)
     return _report(rows[placed], table[placed].sum(axis=(1, 2)), table[dealt].sum(axis=(1, 2)), table)
 
 
@@ -73,8 +67,7 @@ def _distribute_by_length(
     row_offsets: IntArray,
     lengths: IntArray,
     metadata: Mapping[str, FloatArray],
-    costs: Sequence[CostFunction],
-    sync: Sync | None,
+    declared: Declared,
 ) -> Distribution:
     """Rows sorted by length make the microbatches; every row of a microbatch is as long as its longest."""
     micro = spec.rows.micro_batch_size
@@ -88,7 +81,10 @@ def _distribute_by_length(
     def costs_of(batches: IntArray) -> FloatArray:
         longest = np.broadcast_to(row_lengths[batches].max(axis=-1, keepdims=True), batches.shape)
         known = {name: values[batches].ravel() for name, values in of_rows.items()}
-        each = [cost_of_documents(cost, longest.ravel(), known).reshape(batches.shape).sum(axis=-1) for cost in costs]
+        each = [
+            cost_of_documents(cost, longest.ravel(), known).reshape(batches.shape).sum(axis=-1)
+            for cost in declared.costs
+        ]
         return np.stack(each, axis=-1)
 
     table = costs_of(by_length)
@@ -96,7 +92,7 @@ def _distribute_by_length(
     each = -(-len(np.flatnonzero(rows >= 0)) // (micro * spec.num_groups))
     due = each * spec.num_groups
     shape = spec.num_groups, each, 1
-    real = assign_in_turn(*shape) if sync is None else _assign(table[:due], shape, sync)
+    real = _assign(table[:due], shape, declared)
     rest = np.arange(due, len(table)).reshape(spec.num_groups, -1)
     groups = np.concatenate([real.reshape(spec.num_groups, -1), rest], axis=1)
     dealt = assign_in_turn(spec.num_groups, spec.num_microbatches, micro)
@@ -104,21 +100,38 @@ def _distribute_by_length(
     return _report(by_length[groups], table[groups].sum(axis=1), before, table)
 
 
-def _assign(table: FloatArray, shape: tuple[int, int, int], sync: Sync) -> IntArray:
+def _assign(table: FloatArray, shape: tuple[int, int, int], declared: Declared) -> IntArray:
+    """Items for groups x microbatches x slots: as declared, and never worse than dealt in turn."""
+    dealt, sync = assign_in_turn(*shape), declared.sync
+    if sync is None:
+        return dealt
     groups, microbatches, per_microbatch = shape
-    costs = table[:, 0] if table.shape[1] == 1 else table
-    return assign_two_levels(
-        costs, num_groups=groups, num_microbatches=microbatches, per_microbatch=per_microbatch, sync=sync
+    placed = assign_two_levels(
+        table[:, 0] if table.shape[1] == 1 else table,
+        num_groups=groups,
+        num_microbatches=microbatches,
+        per_microbatch=per_microbatch,
+        sync=sync,
+        method=declared.method or "greedy",
     )
+    return dealt if _span(table[dealt], sync) < _span(table[placed], sync) * (1 - 1e-9) else placed
+
+
+def _span(costs: FloatArray, sync: Sync) -> float:
+    """How long a step takes, in means of the groups, of costs [groups, microbatches, slots, D]."""
+    loads = costs.sum(axis=2)
+    longest = loads.sum(axis=1).max(axis=0) if sync == "step" else loads.max(axis=0).sum(axis=0)
+    return max(map(_ratio, longest, loads.sum(axis=1).mean(axis=0)))
 
 
 def _report(placed: IntArray, loads: FloatArray, before: FloatArray, table: FloatArray) -> Distribution:
     """Of the loads of the groups, float64 [groups, costs] each, and the costs of what was placed, [items, costs]."""
     num_groups, means = len(loads), loads.mean(axis=0)
-    bounds = np.array([lower_bound(column, num_groups) for column in table.T])
+    bounds = np.array([lower_bound(column, num_groups, equal_counts=True) for column in table.T])
     balance = {
         "max_over_mean_before": max(map(_ratio, before.max(axis=0), before.mean(axis=0))),
         "max_over_mean": max(map(_ratio, loads.max(axis=0), means)),
+        "max_over_bound_before": max(map(_ratio, before.max(axis=0), bounds)),
         "max_over_bound": max(map(_ratio, loads.max(axis=0), bounds)),
     }
     if table.shape[1] > 1:

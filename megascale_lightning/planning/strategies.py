@@ -11,7 +11,7 @@ from megascale_lightning.planning.buffer import Drawn
 from megascale_lightning.planning.costs import AttentionCost, CostFunction
 from megascale_lightning.planning.declared import Declared, require
 from megascale_lightning.planning.dgraph import DGraph
-from megascale_lightning.planning.twolevel import Sync
+from megascale_lightning.planning.twolevel import Method, Sync
 from megascale_lightning.streams import StreamSpec
 
 __all__ = ["Balanced", "RoundRobin", "Strategy", "declared_by"]
@@ -33,10 +33,12 @@ class Balanced(Strategy):
     """What a document costs, by its length."""
     sync: Sync = "step"
     """What is made even: the sum of a "step", or every "microbatch" among the groups."""
+    method: Method = "greedy"
+    """"greedy" or "karmarkar_karp", as of `DGraph.balance`."""
 
     def __call__(self, graph: DGraph) -> DGraph:
         """See `Strategy`."""
-        return graph.mix().pack().distribute("dp").cost(self.cost).balance("greedy", sync=self.sync)
+        return graph.mix().pack().distribute("dp").cost(self.cost).balance(self.method, sync=self.sync)
 
 
 @dataclass(frozen=True)

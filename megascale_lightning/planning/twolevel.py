@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Final, Literal, Protocol
 
 import numpy as np
 
 from megascale_lightning.planning.balancing import assign_greedily
+from megascale_lightning.planning.differencing import assign_by_differencing
 from megascale_lightning.planning.vectors import assign_vectors
 from megascale_lightning.types import FloatArray, IntArray
 
-__all__ = ["Sync", "assign_in_turn", "assign_two_levels"]
+__all__ = ["Method", "Sync", "assign_in_turn", "assign_two_levels"]
 
 Sync = Literal["step", "microbatch"]
+Method = Literal["greedy", "karmarkar_karp"]
+
+
+class _Assign(Protocol):
+    def __call__(self, costs: FloatArray, *, num_bins: int, per_bin: int) -> IntArray: ...
+
+
+_ASSIGN: Final[Mapping[Method, _Assign]] = {"greedy": assign_greedily, "karmarkar_karp": assign_by_differencing}
 
 
 def assign_two_levels(
-    costs: FloatArray, *, num_groups: int, num_microbatches: int, per_microbatch: int, sync: Sync
+    costs: FloatArray,
+    *,
+    num_groups: int,
+    num_microbatches: int,
+    per_microbatch: int,
+    sync: Sync,
+    method: Method = "greedy",
 ) -> IntArray:
     """Spread items over groups x microbatches of equal count.
 
@@ -27,6 +43,7 @@ def assign_two_levels(
         num_microbatches: Microbatches of each group.
         per_microbatch: Items of each microbatch.
         sync: "step" evens the sum of each group; "microbatch" evens, at each index, the groups among themselves.
+        method: How a single cost is evened; several are always evened greedily.
 
     Returns:
         int64 [groups, microbatches, per_microbatch]: items.
@@ -34,7 +51,8 @@ def assign_two_levels(
     # Seen by falling cost, ties by lowest index, so that only twins depend on the order of arrival.
     order = np.argsort(-_peak(costs), kind="stable")
     spread = _by_step if sync == "step" else _by_microbatch
-    return order[spread(costs[order], num_groups, num_microbatches, per_microbatch)]
+    bins = _ASSIGN[method] if costs.ndim == 1 else assign_vectors
+    return order[spread(bins, costs[order], num_groups, num_microbatches, per_microbatch)]
 
 
 def assign_in_turn(num_groups: int, num_microbatches: int, per_microbatch: int) -> IntArray:
@@ -43,13 +61,16 @@ def assign_in_turn(num_groups: int, num_microbatches: int, per_microbatch: int) 
     return dealt.reshape(per_microbatch, num_microbatches, num_groups).T
 
 
-def _by_step(costs: FloatArray, num_groups: int, num_microbatches: int, per_microbatch: int) -> IntArray:
-    groups = _bins(costs, num_groups, num_microbatches * per_microbatch)
-    return np.stack([members[_bins(costs[members], num_microbatches, per_microbatch)] for members in groups])
+def _by_step(bins: _Assign, costs: FloatArray, num_groups: int, num_microbatches: int, per_microbatch: int) -> IntArray:
+    groups = bins(costs, num_bins=num_groups, per_bin=num_microbatches * per_microbatch)
+    inside = (bins(costs[members], num_bins=num_microbatches, per_bin=per_microbatch) for members in groups)
+    return np.stack([members[found] for members, found in zip(groups, inside, strict=True)])
 
 
-def _by_microbatch(costs: FloatArray, num_groups: int, num_microbatches: int, per_microbatch: int) -> IntArray:
-    buckets = _bins(costs, num_groups * num_microbatches, per_microbatch)
+def _by_microbatch(
+    bins: _Assign, costs: FloatArray, num_groups: int, num_microbatches: int, per_microbatch: int
+) -> IntArray:
+    buckets = bins(costs, num_bins=num_groups * num_microbatches, per_bin=per_microbatch)
     loads = _peak(costs[buckets].sum(axis=1))
     # Buckets of like load run at the same index: a tier of one bucket for each group.
     tiers = np.argsort(-loads, kind="stable").reshape(num_microbatches, num_groups)
@@ -60,11 +81,6 @@ def _by_microbatch(costs: FloatArray, num_groups: int, num_microbatches: int, pe
         groups_of[index, emptiest] = tier
         sums[emptiest] += loads[tier]
     return buckets[groups_of.T]
-
-
-def _bins(costs: FloatArray, num_bins: int, per_bin: int) -> IntArray:
-    assign = assign_greedily if costs.ndim == 1 else assign_vectors
-    return assign(costs, num_bins=num_bins, per_bin=per_bin)
 
 
 def _peak(costs: FloatArray) -> FloatArray:

@@ -147,7 +147,8 @@ class TestText:
         numbers = re.findall(r"max/.*?  ([\d.]+)  ([\d.]+)\n", shown)
         assert numbers == [
             (f"{of['mean']:.3f}", f"{of['worst']:.3f}")
-            for of in (found["balance"][key] for key in ("max_over_mean_before", "max_over_mean", "max_over_bound"))
+            for base in ("mean", "bound")
+            for of in (found["balance"][f"max_over_{base}{when}"] for when in ("_before", ""))
         ]
         assert f"speed-up  {found['speed_up']:.3f} predicted" in shown
         assert f"padding   {found['padding']['share']:.2%} ({found['padding']['tokens']:,} of" in shown
