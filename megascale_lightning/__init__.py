@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         ViTCost,
     )
     from megascale_lightning.planning.dgraph import DGraph
-    from megascale_lightning.planning.strategies import Balanced, RoundRobin
+    from megascale_lightning.planning.strategies import Balanced, LongShort, RoundRobin
 
 __all__ = [
     "AttentionCost",
@@ -69,6 +69,7 @@ __all__ = [
     "EmptySourceError",
     "ForkError",
     "LoaderConfig",
+    "LongShort",
     "LossFeedback",
     "MegaScaleDataModule",
     "MegaScaleError",
@@ -107,6 +108,7 @@ _LAZY: Final = MappingProxyType(
         "CostCalibrator": "planning.calibration",
         "CostOf": "planning.costs",
         "DGraph": "planning.dgraph",
+        "LongShort": "planning.strategies",
         "LossFeedback": "integrations.lightning",
         "MegaScaleDataModule": "integrations.lightning",
         "MegaScaleLoader": "client.loader",

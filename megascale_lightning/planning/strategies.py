@@ -14,7 +14,7 @@ from megascale_lightning.planning.dgraph import DGraph
 from megascale_lightning.planning.twolevel import Method, Sync
 from megascale_lightning.streams import StreamSpec
 
-__all__ = ["Balanced", "RoundRobin", "Strategy", "declared_by"]
+__all__ = ["Balanced", "LongShort", "RoundRobin", "Strategy", "declared_by"]
 
 
 class Strategy(ABC):
@@ -42,6 +42,26 @@ class Balanced(Strategy):
 
 
 @dataclass(frozen=True)
+class LongShort(Strategy):
+    """For many short documents and few very long ones: rows that hold one cost no more than others, nor do groups.
+
+    A step that is few rows for each group leaves `Balanced` little to choose from: a row of long documents stays the
+    dearest. Here the long ones are spread over the rows, and the short ones fill them. Rows should hold two of the
+    longest at least. The cost is part of the order, as of `DGraph.pack`.
+    """
+
+    cost: CostFunction = field(default_factory=AttentionCost)
+    """What a document costs, by its length."""
+    sync: Sync = "step"
+    """As of `Balanced`."""
+
+    def __call__(self, graph: DGraph) -> DGraph:
+        """See `Strategy`."""
+        rows = graph.mix().pack(even=self.cost)
+        return rows.distribute("dp").cost(self.cost).balance(sync=self.sync)
+
+
+@dataclass(frozen=True)
 class RoundRobin(Strategy):
     """Rows are dealt in turn, as they come; costs are only reported."""
 
@@ -61,7 +81,8 @@ def declared_by(strategy: Any) -> Declared:
     """
     if not callable(strategy) or isinstance(strategy, type):
         raise ConfigError(
-            f"strategy must be Balanced(), RoundRobin() or a function that declares a DGraph, not {strategy!r}"
+            "strategy must be Balanced(), LongShort(), RoundRobin() or a function that declares a DGraph, not "
+            f"{strategy!r}"
         )
     graph = strategy(DGraph(_Nothing()))
     if not isinstance(graph, DGraph):

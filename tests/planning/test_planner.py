@@ -8,10 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from megascale_lightning import AttentionCost, Balanced, LongShort
 from megascale_lightning.checkpointing.state import from_json, to_json
 from megascale_lightning.errors import DataError, EmptySourceError, NotOpenError, StateError
-from megascale_lightning.planning.strategies import RoundRobin
+from megascale_lightning.planning.strategies import RoundRobin, declared_by
 from megascale_lightning.streams import initial_state
 from megascale_lightning.types import NotYet
 from tests.planning.fakes import Drive, FakeData, rows_of
@@ -39,6 +42,38 @@ def test_the_order_depends_on_nothing_but_data_and_order_config(padded, unit):
     assert certificates(2, strategy=RoundRobin()) == plain
     for groups in (2, 3, 4):
         assert certificates(1, groups=groups, num_microbatches=-(-12 // (2 * groups))) == plain
+
+
+class Shuffled(Drive):
+    """Metadata come one at a time or many at once, in any order."""
+
+    def __init__(self, data, spec, rng):
+        self.rng, self.due = rng, []
+        super().__init__(data, spec)
+
+    def serve(self):
+        self.due += self.planner.wants()
+        self.rng.shuffle(self.due)
+        for _ in range(self.rng.randint(1, 4)):
+            if self.due:
+                call = self.due.pop()
+                self.planner.answered(call, self.data.describe(*call.args) if call.method == "describe" else None)
+
+
+@pytest.mark.parametrize(
+    "strategy", [Balanced(method="karmarkar_karp"), LongShort(AttentionCost(32), sync="microbatch")]
+)
+@settings(max_examples=8, deadline=None)
+@given(rng=st.randoms(use_true_random=False), count=st.integers(1, 4))
+def test_plans_do_not_depend_on_the_order_in_which_metadata_arrive(strategy, rng, count):
+    data = FakeData([50, 170, 90], longest=150)
+    order = declared_by(strategy).order
+    spec = data.spec(rows=12, groups=2, micro=3, epochs=2, strategy=strategy, order=order, prefetch_steps=8)
+    plain, shuffled = Drive(data, spec), Shuffled(data, spec, rng)
+    for one, other in zip(plain.run(), shuffled.run(count=count), strict=True):
+        for column in ("pieces", "row_offsets", "placement", "group_costs"):
+            assert (getattr(one, column) == getattr(other, column)).all()
+    assert plain.states[plain.step].certificate == shuffled.states[plain.step].certificate
 
 
 def test_the_certificate_is_the_chained_hash_of_step_row_and_pieces():

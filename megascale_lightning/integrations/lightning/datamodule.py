@@ -52,7 +52,7 @@ class MegaScaleDataModule(Positioned):
         mixture: Weights by source name, in place of the sources' own; a `Mixture`, or the mapping of its settings, also
             says what they are shares of, how they change by the step, and what ends the stream.
         weights: Single weights by source name, over those of `sources` and `mixture`, at every step; the others stay.
-        strategy: `Balanced()` (default), `RoundRobin()`, a function of a `DGraph`, or class_path and init_args.
+        strategy: `Balanced()` (default), another strategy, a function of a `DGraph`, or class_path and init_args.
         seed: Seed of every permutation and of the transforms.
         runtime: Where the roles run: in Ray actors, or all in this process (notebooks, debuggers).
         num_loaders: Source loader actors; None chooses.
