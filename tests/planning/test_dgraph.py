@@ -262,6 +262,13 @@ def test_properties_of_any_step(infos, dp, micro, sync, method, kind):
     assert life == {"placed": sum(placed.values()), "carried_on": sum(carried.values())}
 
 
+def test_the_method_that_is_declared_places_the_rows():
+    graph = graph_of([17, 15, 12, 11, 9, 6, 5, 1], rows=8).mix().pack(PaddedRows(17, 1)).distribute("dp")
+    rows = graph.cost(TokenCount())
+    loads = {method: rows.balance(method).plan().group_costs.max() for method in ("greedy", KK)}
+    assert loads == {"greedy": 39, KK: 38}
+
+
 def test_rows_are_dealt_in_turn_where_that_is_more_even():
     costs = [7, 8, 2, 7, 4, 6, 3, 5, 9]
     greedy = np.array(costs)[assign_greedily(np.array(costs, float), num_bins=3, per_bin=3)]
