@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         ViTCost,
     )
     from megascale_lightning.planning.dgraph import DGraph
-    from megascale_lightning.planning.strategies import Balanced, LongShort, RoundRobin
+    from megascale_lightning.planning.strategies import Balanced, HybridVLM, LongShort, RoundRobin
 
 __all__ = [
     "AttentionCost",
@@ -68,6 +68,7 @@ __all__ = [
     "DataError",
     "EmptySourceError",
     "ForkError",
+    "HybridVLM",
     "LoaderConfig",
     "LongShort",
     "LossFeedback",
@@ -108,6 +109,7 @@ _LAZY: Final = MappingProxyType(
         "CostCalibrator": "planning.calibration",
         "CostOf": "planning.costs",
         "DGraph": "planning.dgraph",
+        "HybridVLM": "planning.strategies",
         "LongShort": "planning.strategies",
         "LossFeedback": "integrations.lightning",
         "MegaScaleDataModule": "integrations.lightning",

@@ -59,7 +59,7 @@ class LoaderConfig:
     weights: Mapping[str, float] | None = None
     """Single weights by source name, over those of `sources` and `mixture`, at every step; the others stay."""
     strategy: Any = None
-    """How rows are placed: `Balanced()` (default), `LongShort()`, `RoundRobin()`, or a function of a `DGraph`."""
+    """How rows are placed: `Balanced()` (default), another strategy, or a function of a `DGraph`."""
     seed: int = 0
     runtime: Literal["ray", "local"] = "ray"
     """Where the roles run: in Ray actors, or all in this process (notebooks, debuggers)."""

@@ -14,7 +14,7 @@ from megascale_lightning.planning.dgraph import DGraph
 from megascale_lightning.planning.twolevel import Method, Sync
 from megascale_lightning.streams import StreamSpec
 
-__all__ = ["Balanced", "LongShort", "RoundRobin", "Strategy", "declared_by"]
+__all__ = ["Balanced", "HybridVLM", "LongShort", "RoundRobin", "Strategy", "declared_by"]
 
 
 class Strategy(ABC):
@@ -62,6 +62,26 @@ class LongShort(Strategy):
 
 
 @dataclass(frozen=True)
+class HybridVLM(Strategy):
+    """Equal work for every group in an encoder and in its backbone, since ranks wait for each other behind either.
+
+    Where both run on a rank without such a wait in between, add them instead: `Balanced(encoder_cost + backbone_cost)`.
+    """
+
+    encoder_cost: CostFunction
+    """What a document costs the encoder, such as `ViTCost(...)` by its field `patches`."""
+    backbone_cost: CostFunction
+    """What it costs the backbone, such as `TransformerCost(...)` by its tokens, those of images among them."""
+    sync: Sync = "step"
+    """What is made even: the sum of a "step", or every "microbatch" among the groups."""
+
+    def __call__(self, graph: DGraph) -> DGraph:
+        """See `Strategy`."""
+        placed = graph.mix().pack().distribute("dp").cost(self.encoder_cost, self.backbone_cost)
+        return placed.balance("greedy", sync=self.sync)
+
+
+@dataclass(frozen=True)
 class RoundRobin(Strategy):
     """Rows are dealt in turn, as they come; costs are only reported."""
 
@@ -81,7 +101,7 @@ def declared_by(strategy: Any) -> Declared:
     """
     if not callable(strategy) or isinstance(strategy, type):
         raise ConfigError(
-            "strategy must be Balanced(), LongShort(), RoundRobin() or a function that declares a DGraph, not "
+            "strategy must be Balanced() or another of the ready ones, or a function that declares a DGraph, not "
             f"{strategy!r}"
         )
     graph = strategy(DGraph(_Nothing()))

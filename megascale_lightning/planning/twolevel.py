@@ -49,7 +49,7 @@ def assign_two_levels(
         int64 [groups, microbatches, per_microbatch]: items.
     """
     # Seen by falling cost, ties by lowest index, so that only twins depend on the order of arrival.
-    order = np.argsort(-_peak(costs), kind="stable")
+    order = np.argsort(-_scaled(costs).max(axis=1), kind="stable")
     spread = _by_step if sync == "step" else _by_microbatch
     bins = _ASSIGN[method] if costs.ndim == 1 else assign_vectors
     return order[spread(bins, costs[order], num_groups, num_microbatches, per_microbatch)]
@@ -71,22 +71,24 @@ def _by_microbatch(
     bins: _Assign, costs: FloatArray, num_groups: int, num_microbatches: int, per_microbatch: int
 ) -> IntArray:
     buckets = bins(costs, num_bins=num_groups * num_microbatches, per_bin=per_microbatch)
-    loads = _peak(costs[buckets].sum(axis=1))
+    loads = _scaled(costs[buckets].sum(axis=1))
     # Buckets of like load run at the same index: a tier of one bucket for each group.
-    tiers = np.argsort(-loads, kind="stable").reshape(num_microbatches, num_groups)
+    tiers = np.argsort(-loads.max(axis=1), kind="stable").reshape(num_microbatches, num_groups)
     groups_of = np.empty_like(tiers)
-    sums = np.zeros(num_groups)
+    sums = np.zeros((num_groups, loads.shape[1]))
     for index, tier in enumerate(tiers):  # The heaviest of a tier to the group that has least so far.
-        emptiest = np.argsort(sums, kind="stable")
-        groups_of[index, emptiest] = tier
-        sums[emptiest] += loads[tier]
+        cost = int(sums.max(axis=0).argmax())  # Of several costs in the one that is least even so far.
+        emptiest = np.argsort(sums[:, cost], kind="stable")
+        falling = tier[np.argsort(-loads[tier, cost], kind="stable")]
+        groups_of[index, emptiest] = falling
+        sums[emptiest] += loads[falling]
     return buckets[groups_of.T]
 
 
-def _peak(costs: FloatArray) -> FloatArray:
-    """Float64 [n]: of several costs the one that is largest, each seen beside its mean."""
+def _scaled(costs: FloatArray) -> FloatArray:
+    """Float64 [n, D]: several costs, each seen beside its mean; one as it is."""
     if costs.ndim == 1:
-        return costs
+        return costs[:, None]
     means = np.sort(costs, axis=0).mean(axis=0)  # in rising order, as sums depend on it
-    peaks: FloatArray = (costs / np.where(means > 0, means, 1.0)).max(axis=1)
-    return peaks
+    scaled: FloatArray = costs / np.where(means > 0, means, 1.0)
+    return scaled

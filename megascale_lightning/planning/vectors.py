@@ -9,8 +9,8 @@ from megascale_lightning.types import FloatArray, IntArray
 __all__ = ["assign_vectors"]
 
 _REPAIR_ROUNDS = 200
-_PARTNERS = 2
 _CLOSE = 1.005
+_LEAST_GAIN = 1e-4
 
 
 def assign_vectors(costs: FloatArray, *, num_bins: int, per_bin: int) -> IntArray:
@@ -27,6 +27,8 @@ def assign_vectors(costs: FloatArray, *, num_bins: int, per_bin: int) -> IntArra
     # Seen the largest first, equal ones by all their costs, so that the order of arrival decides only between twins.
     scaled = costs * (num_bins / _totals(costs))
     order = np.lexsort((*(-scaled.T), -scaled.max(axis=1)))
+    if per_bin == 1:
+        return order[:, None]
     scaled = scaled[order]
     loads = np.zeros((num_bins, costs.shape[1]))
     room = np.full(num_bins, per_bin)
@@ -53,7 +55,8 @@ def _totals(costs: FloatArray) -> FloatArray:
 def _repair(scaled: FloatArray, places: IntArray, loads: FloatArray) -> None:
     """Swap an item of the bin with the highest load against one of a lower bin while both end below it, in place.
 
-    Stops near the mean (1 in scaled costs): the last half percent would cost far more time than it is worth.
+    The lowest bin is asked first, the next ones where it has nothing to give. Stops near the mean (1 in scaled costs):
+    the last half percent would cost far more time than it is worth.
     """
     for _ in range(_REPAIR_ROUNDS):
         peaks = loads.max(axis=1)
@@ -61,22 +64,16 @@ def _repair(scaled: FloatArray, places: IntArray, loads: FloatArray) -> None:
         if peaks[full] <= _CLOSE:
             return
         mine = np.flatnonzero(places == full)
-        best = peaks[full] * (1 - 1e-9)
-        swap: tuple[int, int, int] | None = None
-        for other in np.argsort(peaks, kind="stable")[:_PARTNERS].tolist():
+        for other in np.argsort(peaks, kind="stable")[:-1].tolist():
             theirs = np.flatnonzero(places == other)
-            if other == full or not theirs.size:
-                continue
             moved = scaled[mine][:, None] - scaled[theirs][None]
             after = np.maximum((loads[full] - moved).max(axis=2), (loads[other] + moved).max(axis=2))
-            if after.min() < best:
-                best = after.min()
-                first, second = divmod(int(after.argmin()), theirs.size)
-                swap = int(mine[first]), int(theirs[second]), other
-        if swap is None:
+            if after.min() < peaks[full] - _LEAST_GAIN:
+                break
+        else:
             return
-        given, taken, other = swap
-        moved = scaled[given] - scaled[taken]
-        loads[full] -= moved
-        loads[other] += moved
+        first, second = divmod(int(after.argmin()), theirs.size)
+        given, taken = mine[first], theirs[second]
+        loads[full] -= moved[first, second]
+        loads[other] += moved[first, second]
         places[given], places[taken] = other, full

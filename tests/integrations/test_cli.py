@@ -23,6 +23,7 @@ from megascale_lightning import (
     ClientPlaceTree,
     ConfigError,
     DGraph,
+    HybridVLM,
     LossFeedback,
     MegaScaleDataModule,
     Mixture,
@@ -32,6 +33,7 @@ from megascale_lightning import (
     RoundRobin,
     Source,
     TokenCount,
+    ViTCost,
 )
 from megascale_lightning.cli.configs import load_config
 from megascale_lightning.integrations.lightning.hyperparameters import plain, revived
@@ -220,6 +222,19 @@ class TestParsing:
         config = run(config=settings(**given)).datamodule.config
         assert config.strategy == RoundRobin(TokenCount())
         assert config.shares.unit == "tokens"
+
+    def test_costs_of_two_models(self) -> None:
+        encoder = {"hidden": 64, "layers": 2, "heads": 4, "patch_pairs": "squares"}
+        given = {
+            "class_path": "megascale_lightning.HybridVLM",
+            "init_args": {
+                "encoder_cost": {"class_path": "megascale_lightning.ViTCost", "init_args": encoder},
+                "backbone_cost": {"class_path": "megascale_lightning.AttentionCost", "init_args": {"crossover": 512}},
+                "sync": "microbatch",
+            },
+        }
+        strategy = run(config=settings(strategy=given)).datamodule.config.strategy
+        assert strategy == HybridVLM(ViTCost(**encoder), AttentionCost(512), sync="microbatch")
 
     def test_a_function_as_strategy(self) -> None:
         config = run(config=settings(strategy=f"{__name__}.dealt")).datamodule.config

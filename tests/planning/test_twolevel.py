@@ -48,3 +48,11 @@ def test_what_is_even_at_every_microbatch_is_so_in_sum_as_far_as_it_can_be():
     )
     assert sorted(map(sorted, items[:, :, 0].tolist())) == [[0, 3], [1, 2]]
     assert items[:, 0, 0].tolist() == [3, 2]
+
+
+def test_several_costs_even_at_every_microbatch_are_so_in_sum_each():
+    rng = np.random.default_rng(0)
+    costs = rng.lognormal(0, 1, (1024, 2))
+    shape = {"num_groups": 16, "num_microbatches": 64, "per_microbatch": 1}
+    loads = costs[assign_two_levels(costs, **shape, sync="microbatch")].sum(axis=(1, 2))
+    assert (loads.max(axis=0) / loads.mean(axis=0)).max() < 1.03
