@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,9 +11,17 @@ import numpy as np
 
 from megascale_lightning.mixtures import WeightSchedule
 from megascale_lightning.rows import Rows
-from megascale_lightning.types import ORDER_VERSION, PIECE, SOURCE_STATE, FloatArray, LoaderState
+from megascale_lightning.types import (
+    ORDER_VERSION,
+    PIECE,
+    SOURCE_STATE,
+    Change,
+    FloatArray,
+    LoaderState,
+    MixtureChange,
+)
 
-__all__ = ["SourceSpec", "StreamSpec", "initial_state"]
+__all__ = ["SourceSpec", "StreamSpec", "initial_state", "weights_by_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,3 +129,8 @@ def initial_state(spec: StreamSpec) -> LoaderState:
         carry=np.empty(0, PIECE),
         certificate=hashlib.blake2b(names.encode(), digest_size=32).digest(),
     )
+
+
+def weights_by_step(changes: Iterable[Change]) -> dict[int, FloatArray]:
+    """Of changes those of the mixture: the first step that they govern -> weights, float64 [num_sources]."""
+    return {change.step: change.weights for change in changes if isinstance(change, MixtureChange)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ __all__ = [
     "SOURCE_STATE",
     "BatchWindow",
     "Call",
+    "Change",
+    "CostChange",
     "FloatArray",
     "IntArray",
     "LoaderState",
@@ -33,6 +35,7 @@ __all__ = [
     "StepPlan",
     "StepReport",
     "TakeRequest",
+    "change_key",
 ]
 
 ORDER_VERSION: Final = 1
@@ -153,6 +156,33 @@ class MixtureChange:
     weights: FloatArray
     """float64 [num_sources], not normalised."""
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MixtureChange):
+            return NotImplemented
+        return self.step == other.step and np.array_equal(self.weights, other.weights)
+
+    def __hash__(self) -> int:
+        return hash(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class CostChange:
+    """Other costs from a step on."""
+
+    step: int
+    """The first step whose places they govern."""
+    costs: tuple[Mapping[str, float], ...]
+    """For each cost that the strategy declares the coefficients of a `CalibratedCost`; empty: those declared, again."""
+
+
+Change: TypeAlias = MixtureChange | CostChange
+"""What is other from a step on."""
+
+
+def change_key(change: Change) -> tuple[int, str]:
+    """What there is one change of: its step and kind, by which changes are in order."""
+    return change.step, type(change).__name__
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
@@ -172,13 +202,15 @@ class LoaderState:
     """32 bytes: running hash over (step, row, pieces)."""
     passes: int = 0
     """Passes completed: of a stream in passes, the epoch that every source is in or waits for."""
-    changes: tuple[MixtureChange, ...] = ()
-    """Changes to come, by step; one of `step` itself is not in `sources` yet."""
+    changes: tuple[Change, ...] = ()
+    """Changes to come, by `change_key`; those of `step` itself are in neither `sources` nor `costs` yet."""
     checked: tuple[tuple[int, int], ...] = ()
     """Per source with a `max_bad_fraction`: records passed since it was set, and the bad ones among them; (0, 0) for
     others. Empty: nothing was counted yet."""
     replaced: bool = False
     """A change of the mixture took the place of the declared weights, and of their schedule."""
+    costs: tuple[Mapping[str, float], ...] = ()
+    """What a change put in the place of the declared costs, as in `CostChange`; empty: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,8 @@ def _problems(saved: Mapping[str, Any]) -> Iterator[str]:
         yield from _source_problems(f"sources.{source}", fields)
     yield from _mixture_problems(saved["mixture"], len(saved["sources"]))
     yield from _carry_problems(saved["carry"], len(saved["sources"]))
+    if "costs" in saved:
+        yield from _cost_problems(saved["costs"])
     for source, digest in saved.get("files", {}).items():
         if not isinstance(digest, str):
             yield f"files.{source} must be a text, not {digest!r}"
@@ -97,6 +99,21 @@ def _mixture_problems(mixture: Mapping[str, Any], num_sources: int) -> Iterator[
             yield f"{name} must be a step and weights, not {change!r}"
         else:
             yield from _weight_problems(change[1], name, num_sources)
+
+
+def _cost_problems(costs: Any) -> Iterator[str]:
+    changes = costs.get("changes") if isinstance(costs, Mapping) else None
+    if not isinstance(changes, Sequence) or isinstance(changes, str):
+        yield f"costs must be a mapping with a list of changes, not {costs!r}"
+        return
+    for name, given in (("now", (0, costs.get("now"))), *((f"changes[{at}]", one) for at, one in enumerate(changes))):
+        if not isinstance(given, Sequence) or len(given) != 2 or not is_whole(given[0]) or not _are_costs(given[1]):
+            yield f"costs.{name} must hold a step, and coefficients by name, finite and at least 0, not {given!r}"
+
+
+def _are_costs(given: Any) -> bool:
+    listed = isinstance(given, Sequence) and all(isinstance(cost, Mapping) for cost in given)
+    return listed and all(_is_amount(value) for cost in given for value in cost.values())
 
 
 def _weight_problems(packed: Any, name: str, num_sources: int) -> Iterator[str]:

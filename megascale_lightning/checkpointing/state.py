@@ -16,10 +16,13 @@ from megascale_lightning.types import (
     ORDER_VERSION,
     PIECE,
     SOURCE_STATE,
+    Change,
+    CostChange,
     FloatArray,
     IntArray,
     LoaderState,
     MixtureChange,
+    change_key,
 )
 
 __all__ = [
@@ -54,6 +57,8 @@ def to_json(state: LoaderState, names: Sequence[str]) -> dict[str, Any]:
         if records:
             sources[name]["checked"] = {"records": records, "bad": bad}
     by_name = np.argsort(names, kind="stable")
+    cost_changes = [[change.step, _plain(change.costs)] for change in state.changes if isinstance(change, CostChange)]
+    costs = {"now": _plain(state.costs), "changes": cost_changes}
     return {
         "version": STATE_VERSION,
         "order_version": ORDER_VERSION,
@@ -64,10 +69,15 @@ def to_json(state: LoaderState, names: Sequence[str]) -> dict[str, Any]:
         "carry": _carry_to_json(state.carry, by_name),
         "mixture": {
             "weights": pack_weights(state.sources["weight"], names),
-            "changes": [[change.step, pack_weights(change.weights, names)] for change in state.changes],
+            "changes": [
+                [change.step, pack_weights(change.weights, names)]
+                for change in state.changes
+                if isinstance(change, MixtureChange)
+            ],
             "replaced": state.replaced,
         },
         "certificate": state.certificate.hex(),
+        **({"costs": costs} if any(costs.values()) else {}),
     }
 
 
@@ -96,6 +106,14 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str], *, sources_may_dif
             sources[index]["weight"] = weights[name]
             for field in (*_POSITION, "share", "given"):
                 sources[index][field] = saved["sources"][name][field]
+        costs = saved.get("costs", {"now": [], "changes": []})
+        changes: list[Change] = [
+            *(
+                MixtureChange(int(step), _weights_of(unpack_array(packed, np.float64), known, names))
+                for step, packed in saved["mixture"]["changes"]
+            ),
+            *(CostChange(int(step), tuple(given)) for step, given in costs["changes"]),
+        ]
         return LoaderState(
             step=int(saved["step"]),
             ended=saved["ended"],
@@ -105,11 +123,9 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str], *, sources_may_dif
             certificate=bytes.fromhex(saved["certificate"]),
             passes=int(saved["pass"]),
             checked=tuple(_checked(saved["sources"].get(n, {})) for n in names),
-            changes=tuple(
-                MixtureChange(int(step), _weights_of(unpack_array(packed, np.float64), known, names))
-                for step, packed in saved["mixture"]["changes"]
-            ),
+            changes=tuple(sorted(changes, key=change_key)),
             replaced=saved["mixture"]["replaced"],
+            costs=tuple(costs["now"]),
         )
     except StateError:
         raise
@@ -154,6 +170,10 @@ def restart(state: LoaderState, sources: Collection[int]) -> LoaderState:
     # Other data, or other settings: what was bad before says nothing about them.
     checked = tuple((0, 0) if index in sources else counts for index, counts in enumerate(state.checked))
     return replace(state, sources=positions, dropped=tuple(dropped), carry=state.carry[kept], checked=checked)
+
+
+def _plain(costs: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    return [dict(cost) for cost in costs]
 
 
 def _checked(source: Mapping[str, Any]) -> tuple[int, int]:

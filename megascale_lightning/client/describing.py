@@ -105,5 +105,8 @@ def running_sum(lengths: IntArray) -> npt.NDArray[np.int64]:
 
 def _own(state: LoaderState) -> LoaderState:
     """Copy the arrays of a state, which outlives the window."""
-    changes = tuple(MixtureChange(change.step, change.weights.copy()) for change in state.changes)
+    changes = tuple(
+        replace(change, weights=change.weights.copy()) if isinstance(change, MixtureChange) else change
+        for change in state.changes
+    )
     return replace(state, sources=state.sources.copy(), carry=state.carry.copy(), changes=changes)

@@ -10,21 +10,22 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megascale_lightning.client.changes import PendingChanges, cost_problem, first_step, merged_weights
 from megascale_lightning.client.collating import check_collate_fn, collate
 from megascale_lightning.client.finish import finish
 from megascale_lightning.client.info import BatchInfo
-from megascale_lightning.client.mixture import PendingChanges, merged_weights
 from megascale_lightning.client.reader import InlineReader, StreamReader
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.errors import ConfigError, StreamError
 from megascale_lightning.loading.showing import ShownSample
 from megascale_lightning.rows import CollatedRows, Rows
-from megascale_lightning.types import BatchWindow, LoaderState, StepReport
+from megascale_lightning.types import BatchWindow, Change, CostChange, LoaderState, MixtureChange, StepReport
 
 if TYPE_CHECKING:
     from megascale_lightning.checkpointing.filelists import FileLists
     from megascale_lightning.config import LoaderConfig
     from megascale_lightning.places.tree import ClientPlaceTree
+    from megascale_lightning.planning.calibration import CalibratedCost
     from megascale_lightning.streams import StreamSpec
 
 __all__ = ["MegaScaleLoader"]
@@ -209,24 +210,34 @@ class MegaScaleLoader:
             ConfigError: A weight is none, a source is unknown, or the step is too near to be planned with them.
             StreamError: This is no training stream.
         """
-        if self.stream != "train":
-            raise StreamError(f"set_mixture changes the training stream, this is {self.stream!r}")
-        if self._rank != 0:
-            return None
-        first = self._state.step + self._spec.mixture_lead_steps
-        if at_step is not None and at_step < first:
-            raise ConfigError(
-                f"set_mixture(at_step={at_step}): steps up to {first - 1} may be planned already "
-                f"({self._state.step} are consumed, mixture_lead_steps={self._spec.mixture_lead_steps}): give a later "
-                "step, or none"
-            )
-        step = first if at_step is None else at_step
-        self._pending.add(step, merged_weights(self._spec, weights, self._position(), step))
-        state = self._position()
-        if self._reader is not None:
-            self._reader.consumed(state)
-            self._reader.set_mixture(state.changes)
-        return step
+        return self._change(
+            "set_mixture",
+            at_step,
+            lambda step: MixtureChange(step, merged_weights(self._spec, weights, self._position(), step)),
+        )
+
+    def set_cost(self, *costs: CalibratedCost, at_step: int | None = None) -> int | None:
+        """Place rows by measured costs from a step on. Acts on rank 0; on the others it does nothing.
+
+        As with `set_mixture`, the change is in the state from now on, and takes effect at its step, to the end or the
+        next change. Samples and rows stay as they are.
+
+        Args:
+            costs: One for each that the strategy declares, in its order; none: those that it declares, again.
+            at_step: The first step whose places they govern; None: `mixture_lead_steps` after the consumed ones.
+
+        Returns:
+            That step; None on other ranks.
+
+        Raises:
+            ConfigError: They do not fit the strategy, or the step is too near to be planned with them.
+            StreamError: This is no training stream.
+        """
+        problem = cost_problem(self._spec, costs)
+        if problem is not None:
+            raise ConfigError(f"set_cost: {problem}")
+        coefficients = tuple(cost.coefficients for cost in costs)
+        return self._change("set_cost", at_step, lambda step: CostChange(step, coefficients))
 
     def sample(self, sample_id: Sequence[Any], stream: str | None = None) -> ShownSample:
         """One sample by its id, read and transformed in this process as in the run: for a look at it, or a debugger.
@@ -266,8 +277,21 @@ class MegaScaleLoader:
         self.close()
 
     def _position(self) -> LoaderState:
-        """The consumed state, with the changes of the mixture that the planner may not have put in it yet."""
+        """The consumed state, with the changes that the planner may not have put in it yet."""
         return self._pending.into(self._state)
+
+    def _change(self, method: str, at_step: int | None, make: Callable[[int], Change]) -> int | None:
+        if self.stream != "train":
+            raise StreamError(f"{method} changes the training stream, this is {self.stream!r}")
+        if self._rank != 0:
+            return None
+        step = first_step(method, at_step, self._state, self._spec)
+        self._pending.add(make(step))
+        state = self._position()
+        if self._reader is not None:
+            self._reader.consumed(state)
+            self._reader.set_changes(state.changes)
+        return step
 
     def _open(self, iterator: object) -> StreamReader:
         """Read for an iterator from now on; an older one of this loader ends."""

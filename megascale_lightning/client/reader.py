@@ -14,7 +14,7 @@ from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.errors import NotOpenError, RayUnreachableError, StalledError, StreamError
 from megascale_lightning.runtime.forks import check_process
 from megascale_lightning.runtime.port import BatchPort
-from megascale_lightning.types import BatchWindow, LoaderState, MixtureChange, NotYet
+from megascale_lightning.types import BatchWindow, Change, LoaderState, NotYet
 
 __all__ = ["Finish", "InlineReader", "StreamReader"]
 
@@ -114,9 +114,9 @@ class StreamReader:
         self._thread = threading.Thread(target=self._run, name=f"megascale-{stream}-{self._client}", daemon=True)
         self._thread.start()
 
-    def set_mixture(self, changes: tuple[MixtureChange, ...]) -> None:
+    def set_changes(self, changes: tuple[Change, ...]) -> None:
         """Tell the planner of all changes to come; it knows them when this returns."""
-        self._port.set_mixture(*self._address, changes)
+        self._port.set_changes(*self._address, changes)
 
     def stop(self) -> None:
         """Stop reading; the thread leaves the stream as soon as its current call is answered. Waits for nothing."""

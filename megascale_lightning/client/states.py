@@ -24,10 +24,12 @@ from megascale_lightning.checkpointing.state import (
     to_json,
     weights_by_name,
 )
+from megascale_lightning.client.changes import cost_problem
 from megascale_lightning.config import LoaderConfig
-from megascale_lightning.errors import StateError
+from megascale_lightning.errors import ConfigError, StateError
+from megascale_lightning.planning.calibration import CalibratedCost
 from megascale_lightning.streams import StreamSpec, initial_state
-from megascale_lightning.types import LoaderState
+from megascale_lightning.types import CostChange, LoaderState, MixtureChange
 from megascale_lightning.version import __version__
 
 __all__ = ["SavedStates"]
@@ -127,6 +129,7 @@ class SavedStates:
             shown = ", ".join(_shown(name, old, new) for name in changed)
             logger.warning("the checkpoint was written with other settings: %s; going on", shown)
         state = self._with_weights(stream, state, set(names) - set(common), changed)
+        self._check_costs(stream, state)
         if "passes" in changed:
             state = replace(state, passes=int(state.sources["epoch"].min(initial=0)))
         state = restart(state, [names.index(name) for name in restarted_sources(changed, names)])
@@ -140,6 +143,19 @@ class SavedStates:
                 raise StateError(
                     f"the loader state is damaged: sources.{source.name}.window is {window}, and the source has "
                     f"{source.num_windows} of them, counted from 0"
+                )
+
+    def _check_costs(self, stream: str, state: LoaderState) -> None:
+        """What is to take the place of the strategy's costs has to fit this strategy, too."""
+        for costs in (state.costs, *(change.costs for change in state.changes if isinstance(change, CostChange))):
+            try:
+                problem = cost_problem(self._specs[stream], [CalibratedCost.of(given) for given in costs])
+            except ConfigError as error:
+                raise StateError(f"the loader state is damaged: its costs are none: {error}") from error
+            if problem is not None:
+                raise StateError(
+                    f"the loader state holds the costs of a set_cost(), which do not fit the strategy: {problem}. Give "
+                    "the strategy as it was, or call set_cost() without costs before the checkpoint is written"
                 )
 
     def _notes(self, lists: FileLists | None) -> dict[str, str]:
@@ -157,12 +173,14 @@ class SavedStates:
         if any(name.startswith("mixture.") or name == "mixture_schedule" for name in changed):
             # What was changed by hand since counts for more than what was to come in the run before.
             sources["weight"] = declared
-            return replace(state, sources=sources, changes=(), replaced=False)
+            kept = tuple(change for change in state.changes if isinstance(change, CostChange))
+            return replace(state, sources=sources, changes=kept, replaced=False)
         for index, source in enumerate(self._specs[stream].sources):
             if source.name in added:
                 sources["weight"][index] = declared[index]
                 for change in state.changes:
-                    change.weights[index] = declared[index]
+                    if isinstance(change, MixtureChange):
+                        change.weights[index] = declared[index]
         return replace(state, sources=sources)
 
 

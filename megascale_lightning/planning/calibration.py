@@ -112,6 +112,23 @@ class CalibratedCost(Addable):
         """Tokens of a document at which its square costs as much as its tokens; inf where the square costs nothing."""
         return self.per_token / self.per_token_pair if self.per_token_pair else math.inf
 
+    @classmethod
+    def of(cls, coefficients: Mapping[str, Any]) -> CalibratedCost:
+        """A cost with these coefficients, by name; the others are 0.
+
+        Raises:
+            ConfigError: A name is unknown, or a coefficient is not finite or below 0.
+        """
+        unknown = sorted(set(coefficients) - set(FEATURES))
+        if unknown:
+            raise ConfigError(f"CalibratedCost: there are no coefficients {unknown}; there are {list(FEATURES)}")
+        return cls(**coefficients)
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Those above 0, by name: `CalibratedCost.of(coefficients)` costs the same."""
+        return {name: float(getattr(self, name)) for name in FEATURES if getattr(self, name) > 0}
+
     def __call__(self, lengths: IntArray, **metadata: Any) -> FloatArray:
         """Lengths in tokens, int [n], and the arrays of `fields` -> seconds, float64 [n]."""
         refuse_missing("CalibratedCost", self.fields, metadata)

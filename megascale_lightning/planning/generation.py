@@ -9,8 +9,17 @@ import numpy as np
 from megascale_lightning.errors import NotOpenError, StateError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.stepping import StepPlanner
-from megascale_lightning.streams import StreamSpec, initial_state
-from megascale_lightning.types import LoaderState, MixtureChange, NotYet, PartKey, PlanWindow, StepPlan
+from megascale_lightning.streams import StreamSpec, initial_state, weights_by_step
+from megascale_lightning.types import (
+    Change,
+    LoaderState,
+    MixtureChange,
+    NotYet,
+    PartKey,
+    PlanWindow,
+    StepPlan,
+    change_key,
+)
 
 __all__ = ["Generation"]
 
@@ -24,13 +33,13 @@ class Generation:
     state that is known: the same state gives the same steps.
     """
 
-    def __init__(self, spec: StreamSpec, name: str, blocks: BlockStore, changes: Iterable[MixtureChange] = ()) -> None:
+    def __init__(self, spec: StreamSpec, name: str, blocks: BlockStore, changes: Iterable[Change] = ()) -> None:
         self._spec = spec
         self._name = name
         self._planner = StepPlanner(spec, blocks)
         self._states: dict[int, LoaderState] = {}
         self._plans: dict[int, StepPlan] = {}
-        self._changes = {change.step: change.weights for change in changes}
+        self._changes = {change_key(change): change for change in changes}
         self._pass: int | None = None
         self.clients: dict[int, int] = {}
 
@@ -69,22 +78,22 @@ class Generation:
         self.clients[client] = start.step - 1
         self.change(start.changes)
 
-    def change(self, changes: Iterable[MixtureChange]) -> None:
-        """Take note of changes of the mixture to come; those known already are fine.
+    def change(self, changes: Iterable[Change]) -> None:
+        """Take note of changes to come; those known already are fine.
 
         Raises:
             StateError: A step that one of them governs is planned already.
         """
         for change in changes:
-            known = self._changes.get(change.step)
-            if known is not None and np.array_equal(known, change.weights):
+            if self._changes.get(change_key(change)) == change:
                 continue
             if any(step >= change.step for step in self._plans):
+                what = "its mixture" if isinstance(change, MixtureChange) else "what its rows cost"
                 raise StateError(
-                    f"stream {self._spec.name!r}: step {max(self._plans)} is planned already, so its mixture cannot "
-                    f"change from step {change.step} on"
+                    f"stream {self._spec.name!r}: step {max(self._plans)} is planned already, so {what} cannot change "
+                    f"from step {change.step} on"
                 )
-            self._changes[change.step] = change.weights
+            self._changes[change_key(change)] = change
 
     def close(self, client: int) -> None:
         """A client leaves."""
@@ -157,7 +166,7 @@ class Generation:
 
     def _plan(self, step: int) -> bool:
         """Plan a step; False where there is none, which its state says from then on."""
-        plan, after = self._planner.plan(self._states[step], self._changes)
+        plan, after = self._planner.plan(self._states[step], self._changes.values())
         if plan is None:
             self._states[step] = after
             return False
@@ -171,7 +180,7 @@ class Generation:
 
     def _may_end(self, step: int) -> bool:
         """Whether there may be no step of this number."""
-        weights = self._spec.weights_at(step, self._states[step], self._changes)
+        weights = self._spec.weights_at(step, self._states[step], weights_by_step(self._changes.values()))
         endless = (spec.epochs is None and weight > 0 for spec, weight in zip(self._spec.sources, weights, strict=True))
         return self._spec.passes or self._spec.stop != "all" or not any(endless)
 
@@ -194,8 +203,8 @@ class Generation:
         if keep in self._states:
             for step in [step for step in self._states if step < keep]:
                 del self._states[step]
-            for step in [step for step in self._changes if step < keep]:
-                del self._changes[step]
+            for key in [key for key in self._changes if key[0] < keep]:
+                del self._changes[key]
 
 
 class Floor:

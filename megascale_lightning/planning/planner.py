@@ -9,7 +9,7 @@ from megascale_lightning.errors import StateError
 from megascale_lightning.planning.blocks import BlockStore, NeedBlocks
 from megascale_lightning.planning.generation import Generation
 from megascale_lightning.streams import StreamSpec
-from megascale_lightning.types import Call, LoaderState, MetaBlock, MixtureChange, NotYet, PartKey, PlanWindow
+from megascale_lightning.types import Call, Change, LoaderState, MetaBlock, NotYet, PartKey, PlanWindow
 
 __all__ = ["Planner"]
 
@@ -30,7 +30,7 @@ class Planner:
         self,
         specs: Mapping[str, StreamSpec],
         loader_of: Callable[[PartKey], str],
-        changes: Mapping[str, tuple[str, tuple[MixtureChange, ...]]] | None = None,
+        changes: Mapping[str, tuple[str, tuple[Change, ...]]] | None = None,
     ) -> None:
         self._specs = dict(specs)
         self._loader_of = loader_of
@@ -74,8 +74,8 @@ class Planner:
         if held is not None and held.mark(marks):
             self._free(stream)
 
-    def set_mixture(self, stream: str, generation: str, changes: Sequence[MixtureChange]) -> None:
-        """Other weights from steps on that are not planned yet, all that are to come of the stream's newest generation.
+    def set_changes(self, stream: str, generation: str, changes: Sequence[Change]) -> None:
+        """Changes from steps on that are not planned yet, all that are to come of the stream's newest generation.
 
         Raises:
             StateError: A step that one of them governs is planned already.

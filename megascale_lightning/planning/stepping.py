@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +12,21 @@ import numpy as np
 from megascale_lightning.errors import ConfigError, EmptySourceError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.buffer import Drawn, SampleBuffer
+from megascale_lightning.planning.calibration import CalibratedCost
 from megascale_lightning.planning.declared import Declared
 from megascale_lightning.planning.dgraph import DGraph
-from megascale_lightning.streams import StreamSpec
-from megascale_lightning.types import PIECE, FloatArray, IntArray, LoaderState, MixtureChange, PartKey, StepPlan
+from megascale_lightning.streams import StreamSpec, weights_by_step
+from megascale_lightning.types import (
+    PIECE,
+    Change,
+    CostChange,
+    FloatArray,
+    IntArray,
+    LoaderState,
+    PartKey,
+    StepPlan,
+    change_key,
+)
 
 __all__ = ["StepPlanner"]
 
@@ -29,12 +40,12 @@ class StepPlanner:
         self._spec = spec
         self._buffer = SampleBuffer(spec, blocks)
 
-    def plan(self, state: LoaderState, changes: Mapping[int, FloatArray]) -> tuple[StepPlan | None, LoaderState]:
+    def plan(self, state: LoaderState, changes: Collection[Change]) -> tuple[StepPlan | None, LoaderState]:
         """Plan the step that follows `state`.
 
         Args:
             state: Where the stream stands.
-            changes: Weights by the first step that they govern; what lies behind `state` is not looked at.
+            changes: Of the mixture and of costs; what lies before `state` is in it, and not looked at.
 
         Returns:
             The plan and the state after it. Where no step follows: (None, ended state). In passes, where no step of
@@ -48,12 +59,16 @@ class StepPlanner:
         """
         if state.ended:
             return None, state
-        step = _Step(self._buffer, state, self._spec.weights_at(state.step, state, changes))
+        weights = weights_by_step(changes)
+        step = _Step(self._buffer, state, self._spec.weights_at(state.step, state, weights))
         graph: DGraph = self._spec.strategy(DGraph(step))
+        costs = _costs_at(state, changes)
+        if costs:
+            graph = DGraph(step, replace(graph.declared, costs=tuple(CalibratedCost.of(given) for given in costs)))
         drawn = graph.drawn
-        to_come = tuple(MixtureChange(at, changes[at]) for at in sorted(changes) if at > state.step)
+        to_come = tuple(sorted((change for change in changes if change.step > state.step), key=change_key))
         after = self._buffer.state_after(state, drawn, graph.carry)
-        after = replace(after, changes=to_come, replaced=state.replaced or state.step in changes)
+        after = replace(after, changes=to_come, replaced=state.replaced or state.step in weights, costs=costs)
         num_real = sum(1 for row in graph.rows if row)
         if not num_real or (num_real < self._spec.rows_per_step and self._spec.last_step == "drop"):
             return None, self._over(state, after, drawn.pieces)
@@ -67,7 +82,7 @@ class StepPlanner:
 
         A source that joins in one of the steps to come is looked into before.
         """
-        changes = {change.step: change.weights for change in state.changes}
+        changes = weights_by_step(state.changes)
         reach = 2 + self._spec.plan_window if changes or self._spec.schedule is not None else 1
         ahead = [self._spec.weights_at(state.step + offset, state, changes) for offset in range(reach)]
         return self._buffer.upcoming(state, np.max(ahead, axis=0))
@@ -117,6 +132,12 @@ def _certify(before: bytes, plan: StepPlan) -> bytes:
     columns = np.stack([row_of, *(plan.pieces[name] for name in _HASHED)]).astype("<i4")
     content = before + plan.step.to_bytes(8, "little") + columns.tobytes()
     return hashlib.blake2b(content, digest_size=32).digest()
+
+
+def _costs_at(state: LoaderState, changes: Collection[Change]) -> tuple[Mapping[str, float], ...]:
+    """What is in the place of the declared costs at the step that follows `state`."""
+    found = [change.costs for change in changes if isinstance(change, CostChange) and change.step == state.step]
+    return found[0] if found else state.costs
 
 
 def _begins_pass(state: LoaderState) -> bool:

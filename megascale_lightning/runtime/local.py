@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from megascale_lightning.errors import RuntimeFailure
 from megascale_lightning.runtime.plan import RuntimePlan, ToldPlanner
-from megascale_lightning.types import BatchWindow, Call, LoaderState, MixtureChange, NotYet
+from megascale_lightning.types import BatchWindow, Call, Change, LoaderState, NotYet
 
 __all__ = ["Fault", "LocalRuntime"]
 
@@ -229,10 +229,10 @@ class LocalPort:
         """See `BatchPort.consumed`."""
         self._runtime.notify(self._constructor, "consumed", stream, generation, client, step)
 
-    def set_mixture(self, stream: str, generation: str, changes: tuple[MixtureChange, ...]) -> None:
-        """See `BatchPort.set_mixture`."""
+    def set_changes(self, stream: str, generation: str, changes: tuple[Change, ...]) -> None:
+        """See `BatchPort.set_changes`."""
         self._runtime._told.tell(stream, generation, changes)
-        self._runtime.tell(self._planner, "set_mixture", stream, generation, changes)
+        self._runtime.tell(self._planner, "set_changes", stream, generation, changes)
 
     def close(self, stream: str, generation: str, client: int) -> None:
         """See `BatchPort.close`."""

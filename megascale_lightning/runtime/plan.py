@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megascale_lightning.errors import ConfigError
-from megascale_lightning.types import MixtureChange
+from megascale_lightning.types import Change
 
 __all__ = ["RoleRecipe", "RuntimePlan", "ToldPlanner"]
 
@@ -36,9 +36,9 @@ class ToldPlanner:
 
     def __init__(self, recipe: RoleRecipe) -> None:
         self._recipe = recipe
-        self._changes: dict[str, tuple[str, tuple[MixtureChange, ...]]] = {}
+        self._changes: dict[str, tuple[str, tuple[Change, ...]]] = {}
 
-    def tell(self, stream: str, generation: str, changes: tuple[MixtureChange, ...]) -> None:
+    def tell(self, stream: str, generation: str, changes: tuple[Change, ...]) -> None:
         """Keep the changes to come of a stream's newest generation."""
         self._changes = {**self._changes, stream: (generation, changes)}
 

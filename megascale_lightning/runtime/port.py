@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from megascale_lightning.types import BatchWindow, LoaderState, MixtureChange, NotYet
+from megascale_lightning.types import BatchWindow, Change, LoaderState, NotYet
 
 __all__ = ["BatchPort", "Runtime"]
 
@@ -36,8 +36,8 @@ class BatchPort(Protocol):
         """Say that the client has consumed all steps up to and with `step`; no answer is awaited."""
         ...
 
-    def set_mixture(self, stream: str, generation: str, changes: tuple[MixtureChange, ...]) -> None:
-        """Make known all changes of the mixture to come; on return the planner, and any that replaces it, knows them.
+    def set_changes(self, stream: str, generation: str, changes: tuple[Change, ...]) -> None:
+        """Make known all changes to come; on return the planner, and any that replaces it, knows them.
 
         Only for the process that started the run.
 

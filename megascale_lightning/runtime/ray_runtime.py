@@ -20,7 +20,7 @@ from megascale_lightning.runtime.forks import check_process
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan, ToldPlanner
 from megascale_lightning.runtime.ray_environment import import_settings
 from megascale_lightning.runtime.ray_session import RayAddress, RaySession
-from megascale_lightning.types import BatchWindow, LoaderState, MixtureChange, NotYet
+from megascale_lightning.types import BatchWindow, Change, LoaderState, NotYet
 
 __all__ = ["RayPort", "RayRuntime"]
 
@@ -172,13 +172,13 @@ class RayPort:
         check_process(self._pid)
         self._caller.tell(self._constructor, "consumed", stream, generation, client, step)
 
-    def set_mixture(self, stream: str, generation: str, changes: tuple[MixtureChange, ...]) -> None:
-        """See `BatchPort.set_mixture`."""
+    def set_changes(self, stream: str, generation: str, changes: tuple[Change, ...]) -> None:
+        """See `BatchPort.set_changes`."""
         check_process(self._pid)
         if self._told is None:
-            raise RuntimeFailure("the mixture is changed by the process that started the run, rank 0")
+            raise RuntimeFailure("the mixture and costs are changed by the process that started the run, rank 0")
         self._told.tell(stream, generation, changes)
-        self._caller(self._planner, "set_mixture", (stream, generation, changes))
+        self._caller(self._planner, "set_changes", (stream, generation, changes))
 
     def close(self, stream: str, generation: str, client: int) -> None:
         """See `BatchPort.close`. A role that is away has forgotten the client by itself."""

@@ -223,3 +223,31 @@ def test_other_data_are_refused() -> None:
     data: Any = torch.utils.data.DataLoader([torch.ones(2)] * 4)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="pass datamodule= to trainer"):
         make_trainer(max_steps=1, callbacks=[StepTimes()]).fit(Model(), data)
+
+
+class Fitted(Keeps):
+    """Knows a cost from its thirtieth microbatch on."""
+
+    def fit(self, *, half_life: float | None = None) -> CalibratedCost:
+        if len(self) < 30:
+            return super().fit()
+        return CalibratedCost(constant=9.0, per_token=float(len(self)))
+
+
+def test_rows_are_placed_by_the_times_so_far(corpus: Path) -> None:
+    """Two microbatches a step: 8, 16 and 24 are too few, 32 and 40 come into effect 32 steps after they were seen."""
+    data = real_data(corpus)
+    times = StepTimes(calibrator=Fitted(), place_every_n_steps=4)
+    trainer = make_trainer(max_steps=22, accumulate_grad_batches=2, callbacks=[times])
+    trainer.fit(Model(), datamodule=data)
+    costs = data.position()["costs"]
+    given = [[step, [{"constant": 9.0, "per_token": 2.0 * (step - 32)}]] for step in (48, 52)]
+    assert costs == {"now": [], "changes": given}
+
+
+def test_what_is_wrong_with_placing_is_said() -> None:
+    with pytest.raises(ConfigError, match="place_every_n_steps must be a whole number of at least 1, not 0"):
+        StepTimes(place_every_n_steps=0)
+    trainer = SimpleNamespace(datamodule=None)
+    with pytest.raises(ConfigError, match=r"StepTimes\(place_every_n_steps=...\) needs a MegaScaleDataModule"):
+        StepTimes(place_every_n_steps=5).setup(trainer, Model(), "fit")  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
-"""Changes of the mixture at the planner: what is told in time counts, also for a planner that begins anew."""
+"""Changes of mixture and costs at the planner: what is told in time counts, also for a planner that begins anew."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from megascale_lightning.errors import StateError
 from megascale_lightning.planning.planner import Planner
 from megascale_lightning.runtime.plan import RoleRecipe, ToldPlanner
-from megascale_lightning.types import MixtureChange
+from megascale_lightning.types import CostChange, MixtureChange
 from tests.planning.fakes import Drive, FakeData
 
 WEIGHTS = np.array([0.0, 1.0, 3.0])
@@ -29,7 +31,7 @@ def a_planner() -> ToldPlanner:
 @pytest.fixture(scope="module")
 def expected() -> list[bytes]:
     drive = Drive(FakeData([300, 300, 300]), SPEC)
-    drive.planner.set_mixture("train", "g", (MixtureChange(12, WEIGHTS),))
+    drive.planner.set_changes("train", "g", (MixtureChange(12, WEIGHTS),))
     return certificates(drive, 20)
 
 
@@ -37,7 +39,7 @@ def test_when_it_is_told_does_not_matter(expected: list[bytes]) -> None:
     for told in (0, 5, 11):
         drive = Drive(FakeData([300, 300, 300]), SPEC)
         drive.run(told)
-        drive.planner.set_mixture("train", "g", (MixtureChange(12, WEIGHTS),))
+        drive.planner.set_changes("train", "g", (MixtureChange(12, WEIGHTS),))
         drive.run(20 - told)
         assert drive.states[20].certificate == expected[20]
         assert {piece["source"] for plan in drive.plans[16:] for piece in plan.pieces} == {1, 2}
@@ -47,9 +49,21 @@ def test_too_late_is_an_error_not_another_order() -> None:
     drive = Drive(FakeData([300, 300, 300]), SPEC)
     drive.window(13)
     with pytest.raises(StateError, match="step 12 is planned already"):
-        drive.planner.set_mixture("train", "g", (MixtureChange(12, WEIGHTS),))
-    drive.planner.set_mixture("train", "g", (MixtureChange(13, WEIGHTS),))
-    drive.planner.set_mixture("train", "g", (MixtureChange(13, WEIGHTS.copy()),))
+        drive.planner.set_changes("train", "g", (MixtureChange(12, WEIGHTS),))
+    drive.planner.set_changes("train", "g", (MixtureChange(13, WEIGHTS),))
+    drive.planner.set_changes("train", "g", (MixtureChange(13, WEIGHTS.copy()),))
+
+
+def test_costs_too_late_are_an_error_not_other_places() -> None:
+    drive = Drive(FakeData([300, 300, 300]), SPEC)
+    change = CostChange(12, ({"per_token": 1.0},))
+    drive.planner.set_changes("train", "g", (change,))
+    drive.window(13)
+    drive.planner.set_changes("train", "g", (CostChange(12, ({"per_token": 1.0},)), MixtureChange(13, WEIGHTS)))
+    with pytest.raises(StateError, match="step 12 is planned already, so what its rows cost cannot change from step 8"):
+        drive.planner.set_changes("train", "g", (replace(change, step=8),))
+    with pytest.raises(StateError, match="step 12 is planned already"):
+        drive.planner.set_changes("train", "g", (replace(change, costs=()),))
 
 
 def test_a_planner_that_begins_anew_knows_it_before_anybody_opens(expected: list[bytes]) -> None:
@@ -80,7 +94,7 @@ def test_another_generation_is_not_told() -> None:
 
 def test_a_state_brings_its_changes(expected: list[bytes]) -> None:
     drive = Drive(FakeData([300, 300, 300]), SPEC)
-    drive.planner.set_mixture("train", "g", (MixtureChange(12, WEIGHTS),))
+    drive.planner.set_changes("train", "g", (MixtureChange(12, WEIGHTS),))
     drive.run(8)
     state = drive.states[8]
     assert [change.step for change in state.changes] == [12]

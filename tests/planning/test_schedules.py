@@ -25,7 +25,7 @@ def test_it_is_described_before_it_joins_and_not_from_the_start(told: bool) -> N
     spec = FakeData([300] * 3).spec(rows=4, epochs=None, weights=[1.0, 1.0, 0.0], schedule=None if told else SCHEDULE)
     drive = Drive(FakeData([300] * 3), spec)
     if told:
-        drive.planner.set_mixture("train", "g", (MixtureChange(JOIN, np.array(JOINED)),))
+        drive.planner.set_changes("train", "g", (MixtureChange(JOIN, np.array(JOINED)),))
     drive.run(JOIN - 4)
     drive.serve()
     assert described(drive) == {0, 1}
@@ -40,7 +40,7 @@ def test_it_is_described_before_it_joins_and_not_from_the_start(told: bool) -> N
 def test_a_schedule_is_the_same_as_changes_at_its_points() -> None:
     scheduled = Drive(FakeData([300] * 3), FakeData([300] * 3).spec(rows=4, epochs=None, schedule=SCHEDULE))
     changed = Drive(FakeData([300] * 3), FakeData([300] * 3).spec(rows=4, epochs=None, weights=[1.0, 1.0, 0.0]))
-    changed.planner.set_mixture("train", "g", (MixtureChange(JOIN, np.array(JOINED)),))
+    changed.planner.set_changes("train", "g", (MixtureChange(JOIN, np.array(JOINED)),))
     scheduled.run(20)
     changed.run(20)
     assert [scheduled.states[at].certificate for at in range(21)] == [

@@ -10,7 +10,7 @@ import lightning as L
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.integrations.lightning.datamodule import MegaScaleDataModule
 
-__all__ = ["MixtureCallback"]
+__all__ = ["MixtureCallback", "data_of"]
 
 
 class MixtureCallback(L.Callback):
@@ -51,13 +51,13 @@ class MixtureCallback(L.Callback):
             ConfigError: The trainer's data are not from a `MegaScaleDataModule`.
         """
         if stage == "fit":
-            _data_of(trainer)
+            data_of(trainer, "MixtureCallback")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ask, where a step was taken and it is due."""
-        data = _data_of(trainer)
+        data = data_of(trainer, "MixtureCallback")
         info = data.last_info
         if info is None or not info.is_last_in_step or (info.step + 1) % self._every_n_steps:
             return
@@ -84,10 +84,15 @@ class MixtureCallback(L.Callback):
             load(state_dict["weights"])
 
 
-def _data_of(trainer: L.Trainer) -> MegaScaleDataModule:
+def data_of(trainer: L.Trainer, callback: str) -> MegaScaleDataModule:
+    """The DataModule whose stream a callback is about to change.
+
+    Raises:
+        ConfigError: The trainer's data are not from a `MegaScaleDataModule`.
+    """
     data = getattr(trainer, "datamodule", None)
     if not isinstance(data, MegaScaleDataModule):
         raise ConfigError(
-            "MixtureCallback needs a MegaScaleDataModule: call trainer.fit(model, datamodule=MegaScaleDataModule(...))"
+            f"{callback} needs a MegaScaleDataModule: call trainer.fit(model, datamodule=MegaScaleDataModule(...))"
         )
     return data

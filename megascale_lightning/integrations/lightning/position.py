@@ -21,6 +21,7 @@ from megascale_lightning.integrations.lightning.hyperparameters import plain
 from megascale_lightning.integrations.lightning.loaders import StageLoaders
 from megascale_lightning.loading.showing import ShownSample
 from megascale_lightning.places.tree import ClientPlaceTree
+from megascale_lightning.planning.calibration import CalibratedCost
 from megascale_lightning.types import StepReport
 
 __all__ = ["Positioned"]
@@ -119,6 +120,23 @@ class Positioned(L.LightningDataModule):
         if self._train is None:
             raise ConfigError("there is no training stream whose mixture could change: setup('fit') makes it")
         return self._train.set_mixture(weights, at_step)
+
+    def set_cost(self, *costs: CalibratedCost, at_step: int | None = None) -> int | None:
+        """Place rows by measured costs from a step on; rank 0's word counts, on the others it does nothing.
+
+        Args:
+            costs: One for each that the strategy declares, in its order; none: those that it declares, again.
+            at_step: The first step whose places they govern; None: `mixture_lead_steps` after the consumed ones.
+
+        Returns:
+            That step; None on other ranks.
+
+        Raises:
+            ConfigError: There is no training stream, they do not fit the strategy, or the step is too near.
+        """
+        if self._train is None:
+            raise ConfigError("there is no training stream whose costs could change: setup('fit') makes it")
+        return self._train.set_cost(*costs, at_step=at_step)
 
     def sample(self, sample_id: Sequence[Any], stream: str = "train") -> ShownSample:
         """One sample by its id, read and transformed in this process as in the run; see `MegaScaleLoader.sample`."""

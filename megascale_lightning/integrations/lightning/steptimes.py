@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections import deque
@@ -14,10 +15,13 @@ import torch
 
 from megascale_lightning.client.info import INFO_KEY, BatchInfo
 from megascale_lightning.errors import ConfigError, MegaScaleWarning
+from megascale_lightning.integrations.lightning.mixture import data_of
 from megascale_lightning.planning.calibration import CostCalibrator, check_scipy, microbatch_features
 from megascale_lightning.types import FloatArray
 
 __all__ = ["StepTimes"]
+
+logger = logging.getLogger(__name__)
 
 MAX_PENDING = 64
 """Microbatches whose CUDA events may be under way before the oldest is waited for."""
@@ -37,11 +41,14 @@ class StepTimes(L.Callback):
         path: YAML file for the costs, as `CalibratedCost.from_yaml` reads it; None: only record, `calibrator.fit()` is
             up to you.
         calibrator: What gets the times; None: a new one, as `calibrator`.
+        place_every_n_steps: After every so many optimizer steps rank 0 fits the times so far and hands the costs to
+            `set_cost`: rows are placed by them from `mixture_lead_steps` later on, in place of the one cost that the
+            strategy declares. As long as the times do not suffice, it stays. None: never.
         images: `images(batch)` gives what there is to see in a microbatch: a mapping with the sums `patches`,
             `patch_pairs` and `images` of `microbatch_features`, some or all; None: nothing.
 
     Raises:
-        ConfigError: There is a `path` and no SciPy to fit with.
+        ConfigError: There is something to fit for and no SciPy to fit with, or `place_every_n_steps` is below 1.
     """
 
     def __init__(
@@ -49,10 +56,15 @@ class StepTimes(L.Callback):
         path: str | Path | None = None,
         *,
         calibrator: CostCalibrator | None = None,
+        place_every_n_steps: int | None = None,
         images: Callable[[Any], Mapping[str, float]] | None = None,
     ) -> None:
-        if path is not None:
+        every = place_every_n_steps
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise ConfigError(f"StepTimes: place_every_n_steps must be a whole number of at least 1, not {every!r}")
+        if path is not None or every is not None:
             check_scipy()
+        self._every_n_steps = every
         self._path = None if path is None else Path(path)
         self._images = images
         self.calibrator = CostCalibrator() if calibrator is None else calibrator
@@ -64,11 +76,13 @@ class StepTimes(L.Callback):
         self._clock: _Clock | _CudaClock | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check that there is one backward pass for a microbatch.
+        """Check that there is one backward pass for a microbatch, and rows to place.
 
         Raises:
-            ConfigError: The module optimizes by itself.
+            ConfigError: The module optimizes by itself, or the rows that are to be placed are not ours.
         """
+        if stage == "fit" and self._every_n_steps is not None:
+            data_of(trainer, "StepTimes(place_every_n_steps=...)")
         if stage == "fit" and not pl_module.automatic_optimization:
             raise ConfigError(
                 "StepTimes: with automatic_optimization = False a step may have several backward passes, and optimizer "
@@ -107,11 +121,15 @@ class StepTimes(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the time, unless there was no backward pass."""
+        """Take the time, unless there was no backward pass; and place by what is known, where that is due."""
         if self._features is not None and self._at_backward:
             self._clock.take(self._features, self._step)  # type: ignore[union-attr]
             self._give(wait=False)
         self._features = None
+        if self._every_n_steps is not None and trainer.is_global_zero:
+            info = _info_of(trainer, batch)
+            if info.is_last_in_step and (info.step + 1) % self._every_n_steps == 0:
+                self._place(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Fit and write, on rank 0 and if there is a path."""
@@ -133,6 +151,14 @@ class StepTimes(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Stop watching."""
         self._unhook()
+
+    def _place(self, trainer: L.Trainer) -> None:
+        try:
+            cost = self.calibrator.fit()
+        except ConfigError as error:
+            logger.info("StepTimes: rows are placed as before. %s", error)
+            return
+        data_of(trainer, "StepTimes").set_cost(cost)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._features is not None:
