@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -62,7 +64,9 @@ def run(config: LoaderConfig, *, kill: tuple[int, ...] = (), again: tuple[int, .
             if number == CALL:
                 assert [loader.set_cost(COST) for loader in world.loaders] == [FIRST, None]
                 assert world.loaders[0].set_cost(at_step=BACK) == BACK
-            if number in kill:
+            if number in kill and config.runtime == "ray":
+                os.kill(world.loaders[0]._session.stats()["planner"]["pid"], signal.SIGKILL)
+            elif number in kill:
                 world.loaders[0]._session._runtime.kill("planner")
             found.append(places(world.step()))
     return found
@@ -89,6 +93,12 @@ def test_it_governs_the_places_from_its_step_on(mixed: Corpus, expected: list[An
 def test_a_killed_planner_knows_it(mixed: Corpus, expected: list[Any]) -> None:
     """Killed right after the call, around the step, and around the way back."""
     assert run(config_for(mixed), kill=(CALL, CALL + 1, FIRST - 1, FIRST, FIRST + 3, BACK, BACK + 1)) == expected
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_so_does_an_actor(mixed: Corpus, expected: list[Any], shared_ray: None) -> None:
+    assert run(config_for(mixed, runtime="ray", num_loaders=2), kill=(CALL, FIRST - 1, FIRST + 1)) == expected
 
 
 def test_a_new_iterator_keeps_it(mixed: Corpus, expected: list[Any]) -> None:
