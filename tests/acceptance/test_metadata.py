@@ -12,18 +12,22 @@ import pyarrow.parquet as pq
 import pytest
 
 from megascale_lightning import (
+    AttentionCost,
     Balanced,
+    CalibratedCost,
     ClientPlaceTree,
     CollatedRows,
     ConfigError,
     CostOf,
     DataError,
+    HybridVLM,
     LoaderConfig,
     MegaScaleLoader,
     PackedRows,
     PaddedRows,
     RoundRobin,
     Source,
+    TokenCount,
 )
 
 DP, STEPS = 2, 12
@@ -129,6 +133,20 @@ def test_a_resumed_run_has_the_same_places(path: Path, saved_at: int) -> None:
     first = places_of(config, saved_at, states)
     assert states[0]["carry"]["count"] > 0
     assert first + places_of(config, STEPS - saved_at, states) == whole
+
+
+def test_measured_costs_of_two_models(path: Path) -> None:
+    """They take the place of the declared ones, each of its own, with the fields that they want."""
+    whole = places_of(config_of(path, strategy=HybridVLM(COST, AttentionCost(30))))
+    by_others = places_of(config_of(path, strategy=HybridVLM(CalibratedCost(per_patch=1.0), TokenCount())))
+    states: list[Any] = []
+    first = places_of(config_of(path, strategy=HybridVLM(COST, AttentionCost(30))), 3, states)
+    for state in states:
+        state["costs"] = {"now": [{"per_patch": 2.0}, {"per_token": 0.5}], "changes": [[9, []]]}
+    steered = first + places_of(config_of(path, strategy=HybridVLM(COST, AttentionCost(30))), STEPS - 3, states)
+    assert steered == whole[:3] + by_others[3:9] + whole[9:]
+    assert whole[3:9] != by_others[3:9]
+    assert "costs" not in states[0]
 
 
 def test_transforms_may_give_it(path: Path) -> None:
