@@ -15,8 +15,8 @@ from megascale_lightning.types import FloatArray
 
 __all__ = ["pack_evenly"]
 
-_LATE: Final = 0.02
-"""Share of the room that is left to the cheapest new pieces: they fill what the others leave."""
+_LATE: Final = 0.01
+"""Share of the room that is left to the smallest new pieces: they fill what the others leave."""
 _TRIES: Final = 4
 _LEAST_FILL: Final = 0.99
 
@@ -27,10 +27,10 @@ def pack_evenly(
     """Place pieces into exactly `num_rows` rows of `capacity` tokens so that the rows cost much the same.
 
     Rows are full in the end, so what makes them uneven is what a piece costs above its tokens at the cheapest rate of
-    all: its excess. `pack` says which pieces it would place. Of these, the one with the largest excess goes into the
-    row with the least so far that has room (ties: the emptiest, then the lowest), but for the cheapest new ones; they
-    and all the others then fill the rows by best fit, carried pieces first. A row that is one document costs what it
-    costs: no packing can mend that.
+    all: its excess. `pack` says which pieces it would place. Of these, the largest by its share of their excess or of
+    their tokens, whichever is more, goes into the row with the least excess so far that has room (ties: the emptiest,
+    then the lowest), but for the smallest new ones; they and all the others then fill the rows by best fit, carried
+    pieces first. A row that is one document costs what it costs: no packing can mend that.
 
     What `pack` places of the carried pieces is placed, and if it places all pieces, all are; they come first where they
     would be left out. If that does not help, or less than 99 % of its tokens are placed, the rows are those of `pack`.
@@ -52,14 +52,15 @@ def pack_evenly(
         return plain
     above = costs - (costs[chosen] / sizes[chosen]).min() * sizes
     lengths, excess, num_carried = sizes.tolist(), above.tolist(), len(carried)
-    by_excess = chosen[np.argsort(-above[chosen], kind="stable")].tolist()
-    late = set(_cheapest(by_excess, lengths, num_carried, _LATE * num_rows * capacity))
+    shares = above[chosen] / (above[chosen].sum() or 1.0), sizes[chosen] / sizes[chosen].sum()
+    largest = chosen[np.argsort(-np.maximum(*shares), kind="stable")].tolist()
+    late = set(_smallest(largest, lengths, num_carried, _LATE * num_rows * capacity))
     by_length = np.argsort(-sizes[num_carried:], kind="stable") + num_carried
     rest = [*range(num_carried), *by_length.tolist()]
     due = set((chosen if len(chosen) == len(sizes) else chosen[chosen < num_carried]).tolist())
     first: list[int] = []
     for _ in range(_TRIES):
-        early = [piece for piece in by_excess if piece not in late and piece not in first]
+        early = [piece for piece in largest if piece not in late and piece not in first]
         rows = _spread([*first, *early], lengths, excess, num_rows, capacity)
         _fill(rows, rest, lengths, capacity)
         placed = np.fromiter(chain.from_iterable(rows), np.int64)
@@ -70,9 +71,9 @@ def pack_evenly(
     return plain
 
 
-def _cheapest(by_excess: Sequence[int], lengths: Sequence[int], num_carried: int, tokens: float) -> Iterable[int]:
+def _smallest(largest: Sequence[int], lengths: Sequence[int], num_carried: int, tokens: float) -> Iterable[int]:
     """The new pieces from the end that hold so many tokens."""
-    for piece in reversed(by_excess):
+    for piece in reversed(largest):
         if tokens <= 0:
             return
         if piece >= num_carried:

@@ -21,10 +21,10 @@ from megascale_lightning import (
     TokenCount,
 )
 from megascale_lightning.errors import ConfigError, EmptySourceError
-from megascale_lightning.planning.balancing import assign_greedily
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.stepping import StepPlanner
 from megascale_lightning.planning.strategies import declared_by
+from megascale_lightning.planning.twolevel import assign_two_levels
 from megascale_lightning.streams import initial_state
 from megascale_lightning.types import PartKey
 from tests.planning.fakes import Drive, FakeData
@@ -239,15 +239,23 @@ def test_the_method_that_is_declared_places_the_rows():
     assert loads == {"greedy": 39, KK: 38}
 
 
-def test_rows_are_dealt_in_turn_where_that_is_more_even():
-    costs = [7, 8, 2, 7, 4, 6, 3, 5, 9]
-    greedy = np.array(costs)[assign_greedily(np.array(costs, float), num_bins=3, per_bin=3)]
-    assert greedy.sum(axis=1).max() == 18, "no swap of two mends that"
-    infos = {"web": {"length": [8] * 9, "n": costs}}
-    graph = DGraph.from_buffer_infos(infos).init(ClientPlaceTree.from_sizes(dp=3), global_batch_size=9)
-    graph = graph.mix().pack(ROWS).distribute("dp").cost(CostOf(lambda lengths, n: n + 0 * lengths, ("n",)))
-    assert graph.plan().group_costs.tolist() == [17, 17, 17]
-    assert graph.balance().plan().group_costs.tolist() == [17, 17, 17]
+@pytest.mark.parametrize(
+    ("costs", "dp", "micro", "sync", "dealt", "placed"),
+    [([7, 8, 2, 7, 4, 6, 3, 5, 9], 3, 1, "step", 17, 18), ([4, 1, 9, 12, 1, 3, 4, 1], 2, 2, "microbatch", 18, 20)],
+)
+def test_rows_are_dealt_in_turn_where_that_is_more_even(costs, dp, micro, sync, dealt, placed):
+    values = np.array(costs, float)
+    shape = {"num_groups": dp, "num_microbatches": len(costs) // dp // micro, "per_microbatch": micro, "sync": sync}
+
+    def slowest(loads):
+        return loads.sum(axis=1).max() if sync == "step" else loads.max(axis=0).sum()
+
+    assert slowest(values[assign_two_levels(values, **shape)].sum(axis=2)) == placed
+    infos = {"web": {"length": [8] * len(costs), "n": costs}}
+    graph = DGraph.from_buffer_infos(infos).init(ClientPlaceTree.from_sizes(dp=dp), global_batch_size=len(costs))
+    graph = graph.mix().pack(PackedRows(8, micro)).distribute("dp")
+    plan = graph.cost(CostOf(lambda lengths, n: n + 0 * lengths, ("n",))).balance(sync=sync).plan()
+    assert slowest(values[plan.pieces["row"]][plan.placement].sum(axis=2)) == dealt
 
 
 def costs_of(plan):

@@ -64,14 +64,24 @@ def pool_of(kind, seed):
     return np.where(rng.random(1024) < 0.95, short, rng.integers(16384, 32769, 1024))
 
 
+def images(lengths):
+    """A cost that has nothing to do with the lengths."""
+    return np.minimum(np.random.default_rng(len(lengths)).lognormal(5, 1.5, len(lengths)), 5000)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    ("kind", "capacity", "allowed"), [("log-normal", 16384, 1.03), ("long and short", 131072, 1.06)]
+    ("kind", "capacity", "cost", "allowed"),
+    [
+        ("log-normal", 16384, AttentionCost(4096), 1.03),
+        ("long and short", 131072, AttentionCost(4096), 1.06),
+        ("log-normal", 16384, images, 1.6),
+    ],
 )
-def test_of_1024_documents_rows_are_full_and_even(kind, capacity, allowed, seed):
+def test_of_1024_documents_rows_are_full_and_even(kind, capacity, cost, allowed, seed):
     lengths, num_rows = pool_of(kind, seed), 0
     num_rows = int(lengths.sum() // capacity)
-    costs = AttentionCost(4096)(lengths)
+    costs = cost(lengths)
     even = pack_evenly([], lengths.tolist(), costs, num_rows=num_rows, capacity=capacity)
     plain = pack([], lengths.tolist(), num_rows=num_rows, capacity=capacity)
     for rows in (even, plain):
