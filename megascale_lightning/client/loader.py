@@ -14,6 +14,7 @@ from megascale_lightning.client.changes import PendingChanges, cost_problem, fir
 from megascale_lightning.client.collating import check_collate_fn, collate
 from megascale_lightning.client.finish import finish
 from megascale_lightning.client.info import BatchInfo
+from megascale_lightning.client.iterating import Microbatches
 from megascale_lightning.client.reader import InlineReader, StreamReader
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.errors import ConfigError, StreamError
@@ -143,7 +144,7 @@ class MegaScaleLoader:
         """An iterator that starts behind the last consumed step. It opens the stream at its first `next()`."""
         if self._closed:
             raise StreamError("this loader is closed")
-        return _Microbatches(self)
+        return Microbatches(self._next, self._at_epoch_end)
 
     def state_dict(self) -> dict[str, Any]:
         """The state behind the last consumed step, as plain JSON; no collective, no call elsewhere; re-entrant."""
@@ -361,7 +362,9 @@ class MegaScaleLoader:
 
     def _at_epoch_end(self) -> bool:
         steps = self._steps_per_epoch
-        return self._auto_consume and steps is not None and self._state.step % steps == 0
+        if not self._auto_consume or steps is None or (self.last_info and not self.last_info.is_last_in_step):
+            return False
+        return self._state.step % steps == 0
 
     def _check_next(self, info: BatchInfo) -> None:
         if info.step != self._state.step:
@@ -392,26 +395,3 @@ def _finish(
 def _stop_all(readers: list[StreamReader]) -> None:
     for reader in readers:
         reader.stop()
-
-
-class _Microbatches(Iterator[dict[str, Any]]):
-    """One pass of a loader; it holds no position of its own before its first `next()`."""
-
-    def __init__(self, loader: MegaScaleLoader) -> None:
-        self._loader = loader
-        self._reader: StreamReader | None = None
-        self._done = False
-
-    def __next__(self) -> dict[str, Any]:
-        if self._done:
-            raise StopIteration
-        mid_step = self._loader.last_info is not None and not self._loader.last_info.is_last_in_step
-        if self._reader is not None and not mid_step and self._loader._at_epoch_end():
-            self._done = True
-            raise StopIteration
-        try:
-            batch, self._reader = self._loader._next(self, self._reader)
-        except StopIteration:
-            self._done = True
-            raise
-        return batch
