@@ -157,7 +157,7 @@ def check_fingerprint(
         ConfigError: A name in `force` is none of a setting.
         StateError: Others differ; the message is a table of old | new | consequence.
     """
-    names = {name.split(".")[0] for name in (*saved, *ours)} | {"sources", "modified"}
+    names = {name.split(".")[0] for name in (*saved, *ours)} | {"sources", "modified", "costs"}
     unknown = [given for given in force if given not in names and not any(_covers(given, n) for n in (*saved, *ours))]
     if unknown:
         raise ConfigError(

@@ -129,6 +129,9 @@ class SavedStates:
             shown = ", ".join(_shown(name, old, new) for name in changed)
             logger.warning("the checkpoint was written with other settings: %s; going on", shown)
         state = self._with_weights(stream, state, set(names) - set(common), changed)
+        if "costs" in force:
+            kept = tuple(change for change in state.changes if isinstance(change, MixtureChange))
+            state = replace(state, costs=(), changes=kept)
         self._check_costs(stream, state)
         if "passes" in changed:
             state = replace(state, passes=int(state.sources["epoch"].min(initial=0)))
@@ -155,7 +158,7 @@ class SavedStates:
             if problem is not None:
                 raise StateError(
                     f"the loader state holds the costs of a set_cost(), which do not fit the strategy: {problem}. Give "
-                    "the strategy as it was, or call set_cost() without costs before the checkpoint is written"
+                    'the strategy as it was, or say force_resume=["costs"] to go on by its own costs'
                 )
 
     def _notes(self, lists: FileLists | None) -> dict[str, str]:

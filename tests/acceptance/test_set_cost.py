@@ -196,6 +196,8 @@ class TestRefusals:
             state = world.state()
         with pytest.raises(StateError, match=r"set_cost\(\), which do not fit the strategy: .* 2 are given"):
             World(config_for(mixed), state=state)
+        with World(config_for(mixed, force_resume=["costs"]), state=state) as world:
+            assert "costs" not in world.state()
         for wrong in ({"per_word": 1.0}, {"per_token": "1"}):
             state["costs"]["changes"] = [[LEAD, [wrong, {}]]]
             with pytest.raises(StateError, match=r"damaged.*costs.*per_"):
