@@ -67,6 +67,8 @@ class StreamSpec:
     """What ends the stream, as in `Mixture`."""
     metadata: tuple[str, ...] = ()
     """Names of the numbers of a sample that the strategy wants beside its length."""
+    broadcast: tuple[str, ...] = ()
+    """Axes along which, as the strategy declares, only the first place fetches (`ClientPlaceTree.fetchers`)."""
 
     def weights_at(self, step: int, state: LoaderState, changes: Mapping[int, FloatArray]) -> FloatArray:
         """float64 [num_sources]: the weights that govern the draws of a step.

@@ -139,7 +139,9 @@ def resolve_streams(
         ConfigError: `global_batch_size` does not fit them, the strategy is none, or the mixture does not go in passes.
     """
     strategy = config.strategy if config.strategy is not None else Balanced()
-    metadata = declared_by(strategy).fields
+    declared = declared_by(strategy)
+    declared.groups_of_bucket(tree.num_groups)
+    metadata = declared.fields
     if metadata and isinstance(config.rows, CollatedRows):
         raise ConfigError(
             f"strategy: its cost wants {list(metadata)} of each sample, which are read of packed and padded rows only: "
@@ -172,6 +174,7 @@ def resolve_streams(
             schedule=config.schedule_of(stream),
             stop=_stop(config) if training else "all",
             metadata=metadata,
+            broadcast=declared.broadcast,
         )
     return found
 

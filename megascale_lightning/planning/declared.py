@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.places.axes import Axis
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.costs import CostFunction, TokenCount, fields_of
 from megascale_lightning.planning.twolevel import Sync
@@ -14,12 +15,13 @@ from megascale_lightning.rows import Rows
 
 __all__ = ["PRIMITIVES", "Declared", "calls", "require"]
 
-PRIMITIVES: Final = ("init", "mix", "pack", "distribute", "cost", "balance")
+PRIMITIVES: Final = ("init", "mix", "pack", "distribute", "cost", "balance", "broadcast_at")
 _NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "mix": ("init",),
     "pack": ("mix",),
     "distribute": ("pack",),
     "balance": ("distribute", "cost"),
+    "broadcast_at": ("distribute",),
     "plan": ("init", "mix", "pack", "distribute"),
 }
 
@@ -38,15 +40,33 @@ class Declared:
     """Outside of a run."""
     rows: Rows | None = None
     """Outside of a run."""
+    group_size: int | None = None
+    """Neighbouring data-parallel groups that share a bucket; None: all of them share one."""
     costs: tuple[CostFunction, ...] = (TokenCount(),)
     method: str | None = None
     sync: Sync | None = None
     """None: rows are dealt in turn."""
+    broadcast: tuple[Axis, ...] = ()
+    """Axes along which only the first place fetches, in the tree's order."""
 
     @property
     def fields(self) -> tuple[str, ...]:
         """The numbers of a sample that the costs want beside its length."""
         return tuple(dict.fromkeys(name for cost in self.costs for name in fields_of(cost)))
+
+    def groups_of_bucket(self, num_groups: int) -> int:
+        """Data-parallel groups of one bucket, of so many in all.
+
+        Raises:
+            ConfigError: They make no whole buckets.
+        """
+        size = num_groups if self.group_size is None else self.group_size
+        if num_groups % size:
+            raise ConfigError(
+                f'distribute("dp", group_size={size}): {num_groups} data-parallel groups do not make whole buckets of '
+                f"{size}: take a divisor of {num_groups}, or leave it out"
+            )
+        return size
 
     @property
     def cost_names(self) -> str:

@@ -11,7 +11,8 @@ from typing import Any, Final, Protocol, get_args
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
-from megascale_lightning.places.tree import ClientPlaceTree
+from megascale_lightning.places.axes import AXES
+from megascale_lightning.places.tree import ClientPlaceTree, check_broadcast
 from megascale_lightning.planning.buffer import Drawn
 from megascale_lightning.planning.costs import CostFunction
 from megascale_lightning.planning.declared import Declared, calls, require
@@ -20,7 +21,7 @@ from megascale_lightning.planning.given import GivenSamples
 from megascale_lightning.planning.packing import pack
 from megascale_lightning.planning.twolevel import Sync
 from megascale_lightning.planning.views import Lineage, flowchart, lineage_of, summary_of
-from megascale_lightning.rows import PackedRows, Rows
+from megascale_lightning.rows import PackedRows, Rows, positive
 from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import IntArray, StepPlan
 
@@ -130,18 +131,24 @@ class DGraph:
             raise ConfigError(f"pack(): rows must be PackedRows, PaddedRows or CollatedRows, not {rows!r}")
         return self._declare("pack", rows=rows)
 
-    def distribute(self, axis: str = "dp") -> DGraph:
+    def distribute(self, axis: str = "dp", group_size: int | None = None) -> DGraph:
         """Spread the rows over the places of an axis; without `balance`, they are dealt in turn.
 
         Args:
             axis: "dp": ranks of one data-parallel group get the same rows.
+            group_size: Neighbouring data-parallel groups that share a bucket of rows: those that wait for each other at
+                every microbatch, such as the ranks that shard a model among them (HSDP). `balance(sync="microbatch")`
+                evens each microbatch inside a bucket, and the buckets over the step; with "step" all groups are even
+                anyway. A divisor of the number of groups; None: one bucket for all.
         """
         if axis != "dp":
             raise ConfigError(
                 f'distribute({axis!r}): rows are spread over "dp"; the ranks of the other axes share the rows of their '
                 "data-parallel group"
             )
-        return self._declare("distribute")
+        if group_size is not None and positive(group_size=group_size):
+            raise ConfigError(f"distribute(): {positive(group_size=group_size)[0]}")
+        return self._declare("distribute", group_size=group_size)
 
     def cost(self, *costs: CostFunction) -> DGraph:
         """Say what a document costs a rank to compute; left out, its tokens.
@@ -169,6 +176,20 @@ class DGraph:
         if sync not in get_args(Sync):
             raise ConfigError(f"balance(sync={sync!r}): one of {get_args(Sync)} is wanted")
         return self._declare("balance", method=method, sync=sync)
+
+    def broadcast_at(self, *axes: str) -> DGraph:
+        """Say that of the ranks along these axes only the first fetches batches, and hands them to the others.
+
+        Args:
+            axes: "pp", "cp", "tp" or aliases of them. An axis with one place changes nothing.
+
+        Raises:
+            ConfigError: There is none, one is unknown, or is "dp", whose ranks have batches of their own.
+        """
+        folded = check_broadcast(axes)
+        if not folded:
+            raise ConfigError('broadcast_at(): an axis is wanted, such as broadcast_at("tp")')
+        return self._declare("broadcast_at", broadcast=tuple(axis for axis in AXES if axis in folded))
 
     def _declare(self, name: str, **values: Any) -> DGraph:
         done = self.declared.done
@@ -229,7 +250,7 @@ class DGraph:
         row_offsets = np.zeros(len(self.rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in self.rows], out=row_offsets[1:])
         metadata = {name: values[self.in_rows] for name, values in drawn.metadata.items()}
-        places = distribute(self.spec, pieces["length"], row_offsets, metadata, self.declared.costs, self.declared.sync)
+        places = distribute(self.spec, pieces["length"], row_offsets, metadata, self.declared)
         return StepPlan(
             step=self.step,
             pieces=pieces,

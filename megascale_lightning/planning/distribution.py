@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from megascale_lightning.planning.balancing import lower_bound
-from megascale_lightning.planning.costs import CostFunction, cost_of_documents, cost_of_rows
+from megascale_lightning.planning.costs import cost_of_documents, cost_of_rows
+from megascale_lightning.planning.declared import Declared
 from megascale_lightning.planning.twolevel import Sync, assign_in_turn, assign_two_levels
 from megascale_lightning.rows import PackedRows
 from megascale_lightning.streams import StreamSpec
@@ -36,8 +37,7 @@ def distribute(
     lengths: IntArray,
     row_offsets: IntArray,
     metadata: Mapping[str, FloatArray],
-    costs: Sequence[CostFunction],
-    sync: Sync | None,
+    declared: Declared,
 ) -> Distribution:
     """Give every row of a step a place; every group gets the same number of microbatches, filler makes up the rest.
 
@@ -46,24 +46,28 @@ def distribute(
         lengths: Tokens of the pieces, row after row.
         row_offsets: int64 [rows + 1] into `lengths`; empty rows are filler.
         metadata: Name -> float64, of the pieces as `lengths`.
-        costs: Of a piece; of several, all are to be even at once.
-        sync: What is made even; None deals the rows in turn.
+        declared: The costs of a piece (of several, all are to be even at once), and what is made even among whom.
+
+    Raises:
+        ConfigError: The groups make no whole buckets, or a cost gives no costs.
     """
+    declared.groups_of_bucket(spec.num_groups)
+    costs = declared.costs
     real = np.flatnonzero(np.diff(row_offsets) > 0)
     rows = np.full(spec.num_groups * spec.num_microbatches * spec.rows.micro_batch_size, -1, dtype=np.int64)
     rows[: len(real)] = real
     if not isinstance(spec.rows, PackedRows):
-        return _distribute_by_length(spec, rows, row_offsets, lengths, metadata, costs, sync)
+        return _distribute_by_length(spec, rows, row_offsets, lengths, metadata, declared)
     table = np.zeros((len(rows), len(costs)))
     for at, cost in enumerate(costs):
         table[: len(real), at] = cost_of_rows(cost, lengths, row_offsets, metadata)[real]
-    return _distribute_packed(spec, rows, table, sync)
+    return _distribute_packed(spec, rows, table, declared)
 
 
-def _distribute_packed(spec: StreamSpec, rows: IntArray, table: FloatArray, sync: Sync | None) -> Distribution:
+def _distribute_packed(spec: StreamSpec, rows: IntArray, table: FloatArray, declared: Declared) -> Distribution:
     shape = spec.num_groups, spec.num_microbatches, spec.rows.micro_batch_size
     dealt = assign_in_turn(*shape)
-    placed = dealt if sync is None else _assign(table, shape, sync)
+    placed = dealt if declared.sync is None else _assign(table, shape, declared.sync, declared)
     return _report(rows[placed], table[placed].sum(axis=(1, 2)), table[dealt].sum(axis=(1, 2)), table)
 
 
@@ -73,11 +77,10 @@ def _distribute_by_length(
     row_offsets: IntArray,
     lengths: IntArray,
     metadata: Mapping[str, FloatArray],
-    costs: Sequence[CostFunction],
-    sync: Sync | None,
+    declared: Declared,
 ) -> Distribution:
     """Rows sorted by length make the microbatches; every row of a microbatch is as long as its longest."""
-    micro = spec.rows.micro_batch_size
+    micro, costs, sync = spec.rows.micro_batch_size, declared.costs, declared.sync
     totals = np.concatenate([[0], np.cumsum(lengths)])
     row_lengths = np.append(np.diff(totals[row_offsets]), 0)  # index -1: filler
     # Of rows without a piece, and of filler, nothing is known but that they are as long as the others.
@@ -96,7 +99,7 @@ def _distribute_by_length(
     each = -(-len(np.flatnonzero(rows >= 0)) // (micro * spec.num_groups))
     due = each * spec.num_groups
     shape = spec.num_groups, each, 1
-    real = assign_in_turn(*shape) if sync is None else _assign(table[:due], shape, sync)
+    real = assign_in_turn(*shape) if sync is None else _assign(table[:due], shape, sync, declared)
     rest = np.arange(due, len(table)).reshape(spec.num_groups, -1)
     groups = np.concatenate([real.reshape(spec.num_groups, -1), rest], axis=1)
     dealt = assign_in_turn(spec.num_groups, spec.num_microbatches, micro)
@@ -104,11 +107,15 @@ def _distribute_by_length(
     return _report(by_length[groups], table[groups].sum(axis=1), before, table)
 
 
-def _assign(table: FloatArray, shape: tuple[int, int, int], sync: Sync) -> IntArray:
+def _assign(table: FloatArray, shape: tuple[int, int, int], sync: Sync, declared: Declared) -> IntArray:
     groups, microbatches, per_microbatch = shape
-    costs = table[:, 0] if table.shape[1] == 1 else table
     return assign_two_levels(
-        costs, num_groups=groups, num_microbatches=microbatches, per_microbatch=per_microbatch, sync=sync
+        table[:, 0] if table.shape[1] == 1 else table,
+        num_groups=groups,
+        num_microbatches=microbatches,
+        per_microbatch=per_microbatch,
+        sync=sync,
+        group_size=declared.group_size,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megascale_lightning.errors import EmptySourceError
+from megascale_lightning.errors import ConfigError, EmptySourceError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.buffer import Drawn, SampleBuffer
 from megascale_lightning.planning.declared import Declared
@@ -44,12 +44,17 @@ class StepPlanner:
             NeedBlocks: A part has to be described first; nothing has changed.
             EmptySourceError: A whole epoch of a source, or a whole pass, gave nothing.
             DataError: More of a source's records are bad than its limit allows.
-            ConfigError: The strategy leaves out what a plan needs, or its cost gives no costs.
+            ConfigError: The strategy leaves out what a plan needs, its cost gives no costs, or it changes who fetches.
         """
         if state.ended:
             return None, state
         step = _Step(self._buffer, state, self._spec.weights_at(state.step, state, changes))
         graph: DGraph = self._spec.strategy(DGraph(step))
+        if graph.declared.broadcast != self._spec.broadcast:
+            raise ConfigError(
+                f"strategy: step {state.step} declares broadcast_at{graph.declared.broadcast}, the run began with "
+                f"broadcast_at{self._spec.broadcast}: which ranks fetch is settled once; declare the same at every step"
+            )
         drawn = graph.drawn
         to_come = tuple(MixtureChange(at, changes[at]) for at in sorted(changes) if at > state.step)
         after = self._buffer.state_after(state, drawn, graph.carry)

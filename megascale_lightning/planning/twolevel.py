@@ -16,7 +16,13 @@ Sync = Literal["step", "microbatch"]
 
 
 def assign_two_levels(
-    costs: FloatArray, *, num_groups: int, num_microbatches: int, per_microbatch: int, sync: Sync
+    costs: FloatArray,
+    *,
+    num_groups: int,
+    num_microbatches: int,
+    per_microbatch: int,
+    sync: Sync,
+    group_size: int | None = None,
 ) -> IntArray:
     """Spread items over groups x microbatches of equal count.
 
@@ -27,14 +33,18 @@ def assign_two_levels(
         num_microbatches: Microbatches of each group.
         per_microbatch: Items of each microbatch.
         sync: "step" evens the sum of each group; "microbatch" evens, at each index, the groups among themselves.
+        group_size: Neighbouring groups of a bucket, a divisor of `num_groups`: those that "microbatch" evens among
+            themselves, while the buckets are even over the step. None: one bucket.
 
     Returns:
         int64 [groups, microbatches, per_microbatch]: items.
     """
     # Seen by falling cost, ties by lowest index, so that only twins depend on the order of arrival.
     order = np.argsort(-_peak(costs), kind="stable")
-    spread = _by_step if sync == "step" else _by_microbatch
-    return order[spread(costs[order], num_groups, num_microbatches, per_microbatch)]
+    shape = num_groups, num_microbatches, per_microbatch
+    if sync == "step":
+        return order[_by_step(costs[order], *shape)]
+    return order[_by_microbatch(costs[order], *shape, group_size or num_groups)]
 
 
 def assign_in_turn(num_groups: int, num_microbatches: int, per_microbatch: int) -> IntArray:
@@ -48,18 +58,22 @@ def _by_step(costs: FloatArray, num_groups: int, num_microbatches: int, per_micr
     return np.stack([members[_bins(costs[members], num_microbatches, per_microbatch)] for members in groups])
 
 
-def _by_microbatch(costs: FloatArray, num_groups: int, num_microbatches: int, per_microbatch: int) -> IntArray:
-    buckets = _bins(costs, num_groups * num_microbatches, per_microbatch)
-    loads = _peak(costs[buckets].sum(axis=1))
-    # Buckets of like load run at the same index: a tier of one bucket for each group.
-    tiers = np.argsort(-loads, kind="stable").reshape(num_microbatches, num_groups)
-    groups_of = np.empty_like(tiers)
-    sums = np.zeros(num_groups)
-    for index, tier in enumerate(tiers):  # The heaviest of a tier to the group that has least so far.
-        emptiest = np.argsort(sums, kind="stable")
-        groups_of[index, emptiest] = tier
-        sums[emptiest] += loads[tier]
-    return buckets[groups_of.T]
+def _by_microbatch(
+    costs: FloatArray, num_groups: int, num_microbatches: int, per_microbatch: int, group_size: int
+) -> IntArray:
+    bins = _bins(costs, num_groups * num_microbatches, per_microbatch)
+    loads = _peak(costs[bins].sum(axis=1))
+    # Bins of like load run at the same index: a tier of one bin for each group of a bucket, as long as its heaviest.
+    tiers = np.argsort(-loads, kind="stable").reshape(-1, group_size)
+    buckets = assign_greedily(loads[tiers[:, 0]], num_bins=num_groups // group_size, per_bin=num_microbatches)
+    placed = np.empty((num_groups // group_size, group_size, num_microbatches), np.int64)
+    for bucket, members in zip(placed, buckets, strict=True):
+        sums = np.zeros(group_size)
+        for index, tier in enumerate(tiers[members]):  # The heaviest of a tier to the group that has least so far.
+            emptiest = np.argsort(sums, kind="stable")
+            bucket[emptiest, index] = tier
+            sums[emptiest] += loads[tier]
+    return bins[placed.reshape(num_groups, num_microbatches)]
 
 
 def _bins(costs: FloatArray, num_bins: int, per_bin: int) -> IntArray:

@@ -63,20 +63,23 @@ def summary_of(graph: DGraph) -> dict[str, Any]:
     }
     if isinstance(spec.rows, PackedRows):
         found["fill"] = tokens / (len(graph.rows) * spec.rows.capacity)
+    if graph.declared.broadcast:
+        found["broadcast_at"] = graph.declared.broadcast
     return {**found, **plan.balance}
 
 
 def flowchart(graph: DGraph) -> str:
     """See `DGraph.to_mermaid`."""
     found = summary_of(graph)
-    spec = graph.spec
+    spec, size = graph.spec, graph.declared.group_size
     texts = {
         "init": f"places: {spec.num_groups} groups x {spec.num_microbatches} microbatches",
         "mix": f"mix: {found['carried_in']} carried + {found['mixed']} drawn of {len(spec.sources)} sources",
         "pack": f"pack: {found['placed']} pieces in {found['rows']} rows, {found['carried_on']} carried on",
-        "distribute": "distribute over dp",
+        "distribute": "distribute over dp" + ("" if size is None else f" in buckets of {size} groups"),
         "cost": f"cost: {graph.declared.cost_names}",
         "balance": f"balance by {graph.declared.sync}: max/mean {found['max_over_mean']:.3f}",
+        "broadcast_at": f"broadcast at {', '.join(graph.declared.broadcast)}",
     }
     names = [name for name in PRIMITIVES if name in graph.declared.done]
     nodes = [f'    {name}["{texts[name]}"]' for name in names]

@@ -116,6 +116,16 @@ class TestDeclarations:
             (lambda graph: graph.init(TREE).mix().pack(ROWS).distribute("tp"), r"distribute\('tp'\)"),
             (lambda graph: graph.init(TREE).cost("attention"), "functions of lengths"),
             (lambda graph: declared(graph).balance("best"), r"balance\('best'\)"),
+            (lambda graph: graph.init(TREE).mix().pack(ROWS).distribute("dp", 0), "group_size must be .* not 0"),
+            (
+                lambda graph: graph.init(TREE).mix().pack(ROWS).distribute("dp", group_size=3).plan(),
+                "2 data-parallel groups do not make whole buckets of 3",
+            ),
+            (lambda graph: graph.init(TREE).mix().pack(ROWS).broadcast_at("tp"), r"needs distribute\(\) before it"),
+            (lambda graph: declared(graph).broadcast_at(), "an axis is wanted"),
+            (lambda graph: declared(graph).broadcast_at("tp", "fsdp"), "cannot be broadcast along dp"),
+            (lambda graph: declared(graph).broadcast_at("rows"), "unknown axis 'rows'"),
+            (lambda graph: declared(graph).broadcast_at("tp").broadcast_at("cp"), "broadcast_at.. is declared twice"),
             (lambda graph: declared(graph).balance(sync="rank"), r"sync='rank'"),
             (lambda graph: graph.init(TREE).mix({"code": 1}).pack(ROWS).distribute().plan(), "weights are of"),
             (lambda graph: graph.init(TREE).mix({"web": -1}).pack(ROWS).distribute().plan(), "at least 0"),
@@ -283,6 +293,13 @@ def test_mermaid_draws_what_was_declared():
     assert "mix --> pack" in [line.strip() for line in drawn]
 
 
+def test_who_fetches_is_in_what_can_be_looked_at():
+    step = declared(DGraph.from_buffer_infos({"web": [1, 3, 2]}))
+    assert step.broadcast_at("tp", "context").summary()["broadcast_at"] == ("cp", "tp")
+    assert 'broadcast_at["broadcast at cp, tp"]' in step.balance().broadcast_at("tp", "context").to_mermaid()
+    assert "broadcast_at" not in step.summary()
+
+
 class TestInARun:
     """The planner's steps are those of the graph that the strategy declares."""
 
@@ -312,6 +329,28 @@ class TestInARun:
         assert set(asked) >= {0, 1, 2, 3}
         dealt = [bool((plan.group_costs == plan.group_costs_before).all()) for plan in plans]
         assert dealt == [False, True, False, True]
+
+    def test_who_fetches_is_declared_and_settled_once(self):
+        def strategy(graph):
+            return Balanced()(graph).broadcast_at("tensor_parallel", "pp")
+
+        assert declared_by(strategy).broadcast == ("pp", "tp")
+        plans = self.drive(strategy, broadcast=("pp", "tp")).run(3)
+        plain = self.drive(Balanced()).run(3)
+        assert all((one.placement == other.placement).all() for one, other in zip(plans, plain, strict=True))
+        with pytest.raises(ConfigError, match="declare the same at every step"):
+            self.drive(strategy).run(1)
+
+    def test_buckets_are_those_that_are_declared(self):
+        def strategy(graph, **more):
+            return graph.mix().pack().distribute("dp", **more).cost(square).balance(sync="microbatch")
+
+        data = FakeData([400], longest=90)
+        spec = data.spec(rows=32, groups=4, micro=1, epochs=None, strategy=lambda graph: strategy(graph, group_size=2))
+        found, flat = Drive(data, spec).run(4), Drive(data, replace(spec, strategy=strategy)).run(4)
+        assert all((one.pieces == other.pieces).all() for one, other in zip(found, flat, strict=True))
+        spans = [[costs_of(plan).reshape(2, 2, 8).max(axis=1).sum(axis=1).max() for plan in of] for of in (found, flat)]
+        assert sum(spans[0]) < sum(spans[1])
 
     def test_a_state_that_was_gone_on_from_gives_its_step_again(self):
         data = FakeData([50], longest=90)
