@@ -31,6 +31,8 @@ class SourceSpec:
     """As in `Source`."""
     quarantine: str = ""
     """The file that lists its bad records, if there is one."""
+    together: bool = False
+    """Some of its records stay together (`Source.together`)."""
     num_records: int | None = None
     """Records of one epoch, where what a stop rule leaves is to be counted and they are known beforehand."""
 

@@ -54,19 +54,18 @@ class Declared:
         """The numbers of a sample that the costs want beside its length."""
         return tuple(dict.fromkeys(name for cost in self.costs for name in fields_of(cost)))
 
-    def groups_of_bucket(self, num_groups: int) -> int:
-        """Data-parallel groups of one bucket, of so many in all.
+    def check_buckets(self, num_groups: int) -> None:
+        """Refuse buckets that so many data-parallel groups do not make.
 
         Raises:
-            ConfigError: They make no whole buckets.
+            ConfigError: A bucket would not be full.
         """
-        size = num_groups if self.group_size is None else self.group_size
-        if num_groups % size:
+        size = self.group_size
+        if size is not None and num_groups % size:
             raise ConfigError(
                 f'distribute("dp", group_size={size}): {num_groups} data-parallel groups do not make whole buckets of '
                 f"{size}: take a divisor of {num_groups}, or leave it out"
             )
-        return size
 
     @property
     def cost_names(self) -> str:

@@ -18,7 +18,7 @@ from megascale_lightning.planning.costs import CostFunction
 from megascale_lightning.planning.declared import Declared, calls, require
 from megascale_lightning.planning.distribution import distribute
 from megascale_lightning.planning.given import GivenSamples
-from megascale_lightning.planning.packing import pack
+from megascale_lightning.planning.packing import pack, pack_joined
 from megascale_lightning.planning.twolevel import Sync
 from megascale_lightning.planning.views import Lineage, flowchart, lineage_of, summary_of
 from megascale_lightning.rows import PackedRows, Rows, positive
@@ -221,9 +221,18 @@ class DGraph:
         spec, drawn = self.spec, self.drawn
         lengths = drawn.pieces["length"].tolist()
         if isinstance(spec.rows, PackedRows):
-            carried, new = lengths[: drawn.num_carried], lengths[drawn.num_carried :]
-            return pack(carried, new, num_rows=spec.rows_per_step, capacity=spec.rows.capacity)
+            limits = {"num_rows": spec.rows_per_step, "capacity": spec.rows.capacity}
+            if drawn.joined is not None:
+                return pack_joined(drawn.pieces["length"], drawn.joined, drawn.num_carried, **limits)
+            return pack(lengths[: drawn.num_carried], lengths[drawn.num_carried :], **limits)
         return [[piece] if piece < len(lengths) else [] for piece in range(spec.rows_per_step)]
+
+    @property
+    def edges(self) -> IntArray:
+        """int64 [n, 2]: neighbours in the pool that have to be in one row, as indices into it (`Source.together`)."""
+        joined = self.drawn.joined
+        later = np.empty(0, np.int64) if joined is None else np.flatnonzero(joined)
+        return np.stack([later - 1, later], axis=1)
 
     @cached_property
     def in_rows(self) -> IntArray:

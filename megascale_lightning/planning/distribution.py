@@ -51,7 +51,7 @@ def distribute(
     Raises:
         ConfigError: The groups make no whole buckets, or a cost gives no costs.
     """
-    declared.groups_of_bucket(spec.num_groups)
+    declared.check_buckets(spec.num_groups)
     costs = declared.costs
     real = np.flatnonzero(np.diff(row_offsets) > 0)
     rows = np.full(spec.num_groups * spec.num_microbatches * spec.rows.micro_batch_size, -1, dtype=np.int64)

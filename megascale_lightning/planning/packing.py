@@ -6,8 +6,11 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["pack"]
+from megascale_lightning.types import IntArray
+
+__all__ = ["pack", "pack_joined"]
 
 
 def pack(carried: Sequence[int], drawn: Sequence[int], *, num_rows: int, capacity: int) -> list[list[int]]:
@@ -53,3 +56,25 @@ def pack(carried: Sequence[int], drawn: Sequence[int], *, num_rows: int, capacit
         if begun == num_rows:
             largest = keys[-1] // num_rows if keys else 0
     return rows
+
+
+def pack_joined(
+    lengths: IntArray, joined: npt.NDArray[np.bool_], num_carried: int, *, num_rows: int, capacity: int
+) -> list[list[int]]:
+    """`pack` of pieces some of which have to be in one row, as if each group of them were one piece.
+
+    Args:
+        lengths: int [n], of the carried pieces, then of the drawn ones; of a group at most `capacity` in all.
+        joined: bool [n]: has to be in the row of the piece before it.
+        num_carried: Pieces of earlier steps.
+        num_rows: Rows to fill.
+        capacity: Tokens of a row.
+    """
+    if not len(lengths):
+        return [[] for _ in range(num_rows)]
+    starts = np.flatnonzero(~joined)
+    totals = np.add.reduceat(lengths, starts, dtype=np.int64).tolist()
+    carried = int((starts < num_carried).sum())
+    rows = pack(totals[:carried], totals[carried:], num_rows=num_rows, capacity=capacity)
+    bounds = [*starts.tolist(), len(lengths)]
+    return [[piece for group in row for piece in range(bounds[group], bounds[group + 1])] for row in rows]

@@ -144,6 +144,18 @@ class TestDeclarations:
         with pytest.raises(ConfigError, match="from_buffer_infos"):
             DGraph.from_buffer_infos(infos)
 
+    @pytest.mark.parametrize(
+        ("rows", "said"),
+        [
+            (PackedRows(8, 1), "sample 2 and those together with it have 9 tokens, a row holds 8"),
+            (PaddedRows(8, 1), "want PackedRows, not PaddedRows"),
+        ],
+    )
+    def test_what_cannot_stay_together(self, rows, said):
+        infos = {"pairs": {"length": [3, 4, 4, 5], "together": [0, 0, 1, 1]}}
+        with pytest.raises(ConfigError, match=said):
+            graph_of(infos).mix().pack(rows).distribute("dp").plan()
+
     def test_a_source_without_samples(self):
         with pytest.raises(EmptySourceError, match="'code'"):
             declared(DGraph.from_buffer_infos({"web": [1], "code": []})).plan()
@@ -252,6 +264,45 @@ def test_properties_of_any_step(infos, dp, micro, sync, padded):
         assert plan.group_costs.max() <= dealt.plan().group_costs.max() * (1 + 1e-9)
     life = {name: even.summary()[name] for name in ("placed", "carried_on")}
     assert life == {"placed": sum(placed.values()), "carried_on": sum(carried.values())}
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 16), min_size=1, max_size=4), st.booleans()), min_size=1, max_size=40),
+    st.lists(st.integers(1, 64), min_size=1, max_size=20),
+    st.integers(1, 2),
+)
+def test_what_stays_together_is_in_one_row_or_carried_on(groups, alone, dp):
+    lengths = [length for of, _ in groups for length in of]
+    ids = np.repeat(np.arange(len(groups)), [len(of) for of, _ in groups])
+    infos = {"pairs": {"length": lengths, "together": ids}, "web": alone}
+    graph = (
+        graph_of(infos, dp=dp, rows=2 * dp).mix().pack(PackedRows(64, 1, pack_ahead=4)).distribute("dp").cost(square)
+    )
+    plan = graph.balance().plan()
+    row_of = np.repeat(np.arange(len(plan.row_offsets) - 1), np.diff(plan.row_offsets))
+    found = {}
+    for row, piece in zip([*row_of.tolist(), *[-1] * len(graph.carry)], [*plan.pieces, *graph.carry], strict=True):
+        if piece["source"] == 0:
+            found.setdefault(int(ids[piece["row"]]), []).append((row, int(piece["row"])))
+    for group, members in found.items():
+        assert len({row for row, _ in members}) == 1
+        assert sorted(row for _, row in members) == np.flatnonzero(ids == group).tolist()
+    assert all(sum(row) <= 64 for row in rows_of(plan))
+    edges = [(int(one["row"]), int(other["row"])) for one, other in graph.drawn.pieces[graph.edges]]
+    assert sorted(edges) == sorted(
+        (a, a + 1) for members in found.values() for _, a in members if a + 1 < len(ids) and ids[a] == ids[a + 1]
+    )
+
+
+def test_nothing_changes_where_every_sample_stands_alone():
+    lengths = np.random.default_rng(0).integers(1, 40, 200)
+    plain = graph_of(lengths, rows=8).mix().pack(PackedRows(64, 1)).distribute("dp").plan()
+    infos = {"web": {"length": lengths, "together": np.arange(200)}}
+    alone = graph_of(infos, rows=8).mix().pack(PackedRows(64, 1)).distribute("dp")
+    assert (alone.plan().pieces == plain.pieces).all()
+    assert (alone.plan().placement == plain.placement).all()
+    assert alone.edges.shape == (0, 2)
 
 
 def costs_of(plan):
