@@ -48,11 +48,14 @@ class Declared:
     """None: rows are dealt in turn."""
     broadcast: tuple[Axis, ...] = ()
     """Axes along which only the first place fetches, in the tree's order."""
+    selected: str | None = None
+    """The number of a sample that what is looked at is about; None: all samples."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The numbers of a sample that the costs want beside its length."""
-        return tuple(dict.fromkeys(name for cost in self.costs for name in fields_of(cost)))
+        """The numbers of a sample that are wanted beside its length, by the costs or to look at."""
+        named = [name for cost in self.costs for name in fields_of(cost)]
+        return tuple(dict.fromkeys([*named, *([] if self.selected is None else [self.selected])]))
 
     def check_buckets(self, num_groups: int) -> None:
         """Refuse buckets that so many data-parallel groups do not make.

@@ -191,6 +191,16 @@ class DGraph:
             raise ConfigError('broadcast_at(): an axis is wanted, such as broadcast_at("tp")')
         return self._declare("broadcast_at", broadcast=tuple(axis for axis in AXES if axis in folded))
 
+    def select(self, field: str) -> DGraph:
+        """The same step, of which `summary` and `lineage` show the samples alone that have a number above 0.
+
+        Args:
+            field: Name of the number, such as that of the images or patches of a sample.
+        """
+        if not isinstance(field, str):
+            raise ConfigError(f"select(): the name of a number of the samples is wanted, not {field!r}")
+        return self._declare("select", selected=field)
+
     def _declare(self, name: str, **values: Any) -> DGraph:
         done = self.declared.done
         if name in done:
@@ -283,12 +293,16 @@ class DGraph:
             start: First token of the piece.
 
         Raises:
-            ConfigError: There is no such source.
+            ConfigError: There is no such source, or the selected field is not known.
         """
         return lineage_of(self, source, unit, row, start)
 
     def summary(self) -> dict[str, Any]:
-        """What the step is made of: pieces by life, rows, how full they are, and how even the work is."""
+        """What the step is made of: pieces by life, rows, how full they are, and how even the work is.
+
+        Of a selected field: the same of the samples that have it, its sum over each data-parallel group, and how even
+        these sums are.
+        """
         return summary_of(self)
 
     def to_mermaid(self) -> str:

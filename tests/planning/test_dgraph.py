@@ -446,6 +446,37 @@ class TestMetadata:
             assert plan.group_costs.max() == brute_force(each, 2)
         assert (plan.pieces == by_length.pieces).all()
 
+    @pytest.mark.parametrize("rows", [PackedRows(128, 1, pack_ahead=2), PaddedRows(64, 1)])
+    def test_a_field_can_be_looked_at_alone(self, rows):
+        infos = {**self.INFOS, "image": {name: [*values] * 3 for name, values in self.INFOS["image"].items()}}
+        graph = DGraph.from_buffer_infos(infos).init(TREE, global_batch_size=2 if isinstance(rows, PackedRows) else 7)
+        step = graph.mix().pack(rows).distribute("dp").cost(square).balance()
+        images, plan = step.select("patches"), step.plan()
+        assert (images.plan().pieces == plan.pieces).all()
+        assert (images.plan().placement == plan.placement).all()
+        found, whole = images.summary(), step.summary()
+        patches = np.array(infos["image"]["patches"])
+        groups = []
+        for of_group in plan.placement.reshape(2, -1):
+            members = [plan.pieces[plan.row_offsets[row] : plan.row_offsets[row + 1]] for row in of_group if row >= 0]
+            groups.append(sum(patches[piece["row"]] for row in members for piece in row if piece["source"] == 1))
+        assert found["group_totals"] == groups
+        assert found["total"] == sum(groups) > 0
+        assert found["max_over_mean"] == max(groups) / (sum(groups) / 2)
+        assert found["placed"] == (plan.pieces["source"] == 1).sum() < whole["placed"]
+        assert found["carried_on"] == (step.carry["source"] == 1).sum()
+        assert found["mixed"] == found["placed"] + found["carried_on"]
+        assert found["rows"] <= whole["rows"]
+        assert images.lineage("text", 0, 0) is None
+        assert images.lineage("image", 0, 0) == step.lineage("image", 0, 0) is not None
+        assert images.to_mermaid() == step.to_mermaid()
+
+    def test_a_field_that_is_not_there_cannot_be_selected(self):
+        with pytest.raises(ConfigError, match=r"the graph wants the metadata \['pixels'\]"):
+            self.graph(square, PackedRows(64, 1)).select("pixels").summary()
+        with pytest.raises(ConfigError, match="name of a number"):
+            self.graph(square).select(3)
+
     def test_what_is_missing_or_no_number_is_named(self):
         cost = CostOf(lambda lengths, pixels: lengths + pixels, ("pixels",))
         with pytest.raises(ConfigError, match=r"wants the metadata \['pixels'\]"):
