@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from megascale_lightning.client.collating import check_collate_fn, collate
 from megascale_lightning.client.finish import finish
 from megascale_lightning.client.info import BatchInfo
+from megascale_lightning.client.iterating import Microbatches
+from megascale_lightning.client.lives import SampleLife
 from megascale_lightning.client.mixture import PendingChanges, merged_weights
 from megascale_lightning.client.reader import InlineReader, StreamReader
 from megascale_lightning.client.session import LoadingSession
@@ -142,7 +144,7 @@ class MegaScaleLoader:
         """An iterator that starts behind the last consumed step. It opens the stream at its first `next()`."""
         if self._closed:
             raise StreamError("this loader is closed")
-        return _Microbatches(self)
+        return Microbatches(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The state behind the last consumed step, as plain JSON; no collective, no call elsewhere; re-entrant."""
@@ -245,6 +247,21 @@ class MegaScaleLoader:
             DataError: The unit cannot be read.
         """
         return self._session.sample(stream or self.stream, sample_id)
+
+    def lineage(self, sample_id: Sequence[Any]) -> SampleLife:
+        """What became of a sample, told from the state: after a resume as before it.
+
+        It reads and transforms the part that the sample is in, in this process, unless the stream is far from there.
+
+        Args:
+            sample_id: As `sample` takes it; with `start, stop` behind, that of the piece.
+
+        Raises:
+            ConfigError: There is no such source, unit or row.
+            DataError: The part that it is in cannot be read.
+        """
+        handed = [*self.handed, *([] if self._handed is None else [self._handed])]
+        return self._session.lineage(self.stream, sample_id, self._state, handed)
 
     def close(self) -> None:
         """Leave the stream; with the last loader of its config the runtime ends. A second call does nothing."""
@@ -368,26 +385,3 @@ def _finish(
 def _stop_all(readers: list[StreamReader]) -> None:
     for reader in readers:
         reader.stop()
-
-
-class _Microbatches(Iterator[dict[str, Any]]):
-    """One pass of a loader; it holds no position of its own before its first `next()`."""
-
-    def __init__(self, loader: MegaScaleLoader) -> None:
-        self._loader = loader
-        self._reader: StreamReader | None = None
-        self._done = False
-
-    def __next__(self) -> dict[str, Any]:
-        if self._done:
-            raise StopIteration
-        mid_step = self._loader.last_info is not None and not self._loader.last_info.is_last_in_step
-        if self._reader is not None and not mid_step and self._loader._at_epoch_end():
-            self._done = True
-            raise StopIteration
-        try:
-            batch, self._reader = self._loader._next(self, self._reader)
-        except StopIteration:
-            self._done = True
-            raise
-        return batch
