@@ -18,7 +18,7 @@ from megascale_lightning.mixtures import (
     stop_problems,
     weight_problems,
 )
-from megascale_lightning.rows import Rows, positive
+from megascale_lightning.rows import CollatedRows, PaddedRows, Rows, positive
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.secrets import redact, without_secrets
 
@@ -125,6 +125,7 @@ class LoaderConfig:
             found.append("there are no sources: give sources=[...], or val_sources, test_sources or predict_sources")
         for stream, sources in streams.items():
             found += _check_sources(stream, sources)
+            found += _together_problems(stream, sources, self.rows_of(stream))
         found += self._weight_problems() + _folder_problems(self)
         if found:
             raise ConfigError("; ".join(found))
@@ -341,6 +342,16 @@ def _settle_eval_sources(kind: str, sources: Any) -> tuple[Source, ...] | dict[s
             return _settle_sources(what, sources)
         return {str(name): _settle_sources(f"{what}[{str(name)!r}]", given) for name, given in sources.items()}
     return _settle_sources(what, sources)
+
+
+def _together_problems(stream: str, sources: Sequence[Source], rows: Any) -> list[str]:
+    names = [source.name for source in sources if source.together is not None]
+    if not names or not isinstance(rows, (PaddedRows, CollatedRows)):
+        return []
+    return [
+        f"stream {stream!r}: together= of {names} puts several records in one row, and a row of {type(rows).__name__} "
+        "is one record: take PackedRows, or have one record hold all that stays together"
+    ]
 
 
 def _check_sources(stream: str, sources: Sequence[Source]) -> list[str]:

@@ -39,6 +39,8 @@ class SourceSpec:
     """As in `Source`."""
     quarantine: str = ""
     """The file that lists its bad records, if there is one."""
+    together: bool = False
+    """Some of its records stay together (`Source.together`)."""
     num_records: int | None = None
     """Records of one epoch, where what a stop rule leaves is to be counted and they are known beforehand."""
 
@@ -77,6 +79,8 @@ class StreamSpec:
     """Names of the numbers of a sample that the strategy wants beside its length."""
     order: Mapping[str, Any] = field(default_factory=dict)
     """What the strategy declares of the order of samples, as checkpoints name it (`Declared.order`)."""
+    broadcast: tuple[str, ...] = ()
+    """Axes along which, as the strategy declares, only the first place fetches (`ClientPlaceTree.fetchers`)."""
 
     def weights_at(self, step: int, state: LoaderState, changes: Mapping[int, FloatArray]) -> FloatArray:
         """float64 [num_sources]: the weights that govern the draws of a step.

@@ -113,6 +113,9 @@ class MetaBlock:
     """What the loader holds for it, in bytes."""
     metadata: Mapping[str, FloatArray] = field(default_factory=dict)
     """What the costs of the strategy want beside lengths: name -> float64 [n], the sample's for each of its pieces."""
+    joined: npt.NDArray[np.bool_] | None = None
+    """bool [n]: the entry is another record, and stays together with the entry before it (`Source.together`); records
+    that stay together are kept, or dropped, together. None: none does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ SOURCE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "epochs": None,
         "shuffle": True,
         "overlong": "split",
+        "together": None,
         "on_error": "raise",
         "transform": None,
         "transform_batched": None,

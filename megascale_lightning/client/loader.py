@@ -15,6 +15,7 @@ from megascale_lightning.client.collating import check_collate_fn, collate
 from megascale_lightning.client.finish import finish
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.client.iterating import Microbatches
+from megascale_lightning.client.lives import SampleLife
 from megascale_lightning.client.reader import InlineReader, StreamReader
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.errors import ConfigError, StreamError
@@ -257,6 +258,21 @@ class MegaScaleLoader:
             DataError: The unit cannot be read.
         """
         return self._session.sample(stream or self.stream, sample_id)
+
+    def lineage(self, sample_id: Sequence[Any]) -> SampleLife:
+        """What became of a sample, told from the state: after a resume as before it.
+
+        It reads and transforms the part that the sample is in, in this process, unless the stream is far from there.
+
+        Args:
+            sample_id: As `sample` takes it; with `start, stop` behind, that of the piece.
+
+        Raises:
+            ConfigError: There is no such source, unit or row.
+            DataError: The part that it is in cannot be read.
+        """
+        handed = [*self.handed, *([] if self._handed is None else [self._handed])]
+        return self._session.lineage(self.stream, sample_id, self._state, handed)
 
     def close(self) -> None:
         """Leave the stream; with the last loader of its config the runtime ends. A second call does nothing."""

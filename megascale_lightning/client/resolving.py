@@ -13,6 +13,7 @@ from megascale_lightning.config import LoaderConfig
 from megascale_lightning.constructing.constructor import DataConstructor
 from megascale_lightning.errors import ConfigError, MegaScaleWarning
 from megascale_lightning.loading.loader import LoadedSource, SourceLoader
+from megascale_lightning.loading.partners import check_together
 from megascale_lightning.loading.quarantine import Quarantine, check_folder, quarantine_path
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.planner import Planner
@@ -77,7 +78,7 @@ def read_manifests(config: LoaderConfig, streams: Collection[str], frozen: FileL
         ConfigError: Files are missing or unreadable, or a dataset cannot be sent to the loaders' processes.
     """
     portable = config.runtime != "local"
-    return {
+    found = {
         stream: tuple(
             build_manifest(
                 source,
@@ -91,6 +92,10 @@ def read_manifests(config: LoaderConfig, streams: Collection[str], frozen: FileL
         for stream, sources in config.streams().items()
         if stream in streams
     }
+    for stream, manifests in found.items():
+        for source, manifest in zip(config.streams()[stream], manifests, strict=True):
+            check_together(source, manifest)
+    return found
 
 
 def _frozen(frozen: FileLists | None, stream: str, source: Source) -> tuple[FileInfo, ...] | None:
@@ -140,6 +145,7 @@ def resolve_streams(
     """
     strategy = config.strategy if config.strategy is not None else Balanced()
     declared = declared_by(strategy)
+    declared.check_buckets(tree.num_groups)
     metadata = declared.fields
     if metadata and isinstance(config.rows, CollatedRows):
         raise ConfigError(
@@ -179,6 +185,7 @@ def resolve_streams(
             stop=_stop(config) if training else "all",
             metadata=metadata,
             order=declared.order,
+            broadcast=declared.broadcast,
         )
     return found
 
@@ -326,6 +333,7 @@ def _source_specs(
             weight=weights[source.name],
             epochs=source.epochs,
             max_bad_fraction=source.max_bad_fraction,
+            together=source.together is not None,
             quarantine=place.path if (place := _quarantine(config, stream, source)) else "",
             num_records=records[source.name] if counts_rest and source.epochs and records[source.name] >= 0 else None,
         )

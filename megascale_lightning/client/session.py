@@ -7,12 +7,14 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
 from megascale_lightning.checkpointing.filelists import FileChanges, FileLists, compare_lists, pack_lists
+from megascale_lightning.client.info import BatchInfo
+from megascale_lightning.client.lives import SampleLife
 from megascale_lightning.client.portable import check_portable_code
 from megascale_lightning.client.resolving import (
     Manifests,
@@ -23,7 +25,7 @@ from megascale_lightning.client.resolving import (
     runtime_plan,
     survey,
 )
-from megascale_lightning.client.samples import show_sample
+from megascale_lightning.client.samples import find_life, show_sample
 from megascale_lightning.client.states import SavedStates
 from megascale_lightning.config import LoaderConfig
 from megascale_lightning.errors import ConfigError
@@ -243,6 +245,13 @@ class LoadingSession:
     def sample(self, stream: str, sample_id: Sequence[Any]) -> ShownSample:
         """See `show_sample`; of the files that the run reads."""
         return show_sample(self.config, stream, sample_id, self._manifests.get(stream))
+
+    def lineage(
+        self, stream: str, sample_id: Sequence[Any], state: LoaderState, handed: Iterable[BatchInfo]
+    ) -> SampleLife:
+        """See `find_life`; of the files that the run reads."""
+        manifests = self._manifests.get(stream)
+        return find_life(self.config, self.spec(stream), sample_id, state, handed, manifests)
 
     def file_lists(self) -> dict[str, tuple[FileInfo, ...]]:
         """Files of the training sources, by source name, as far as they have any; on the process that reads them."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megascale_lightning.errors import CorruptDataError, DataError, StateError
 from megascale_lightning.loading.executors import Executors
+from megascale_lightning.loading.partners import Partners
 from megascale_lightning.loading.parts import Part
 from megascale_lightning.loading.quarantine import WHOLE_UNIT, BadRecord, Quarantine, QuarantineFile, digest_of
 from megascale_lightning.loading.reasons import READ_ERROR, REASONS
@@ -85,6 +86,10 @@ class PartMaker(ABC):
             self._quarantine = QuarantineFile(loaded.quarantine, source.name, loaded.manifest)
         self._executors = executors or Executors()
         self._reader = make_reader(source, loaded.manifest, self._columns(), pool=pool, cache=loaded.cache)
+        self._partners: Partners | None = None
+        if source.together is not None:
+            reader = make_reader(source, loaded.manifest, [source.together], pool=pool, cache=loaded.cache)
+            self._partners = Partners(source, loaded.manifest, reader)
 
     @abstractmethod
     def _columns(self) -> Sequence[str] | None:
@@ -122,12 +127,20 @@ class PartMaker(ABC):
             return
         segments, is_last = self._segments(key)
         for index, segment in enumerate(segments):
+            is_end = is_last and index == len(segments) - 1
             try:
                 with self._placing(segment.unit):
-                    block = self._reader.read(segment.unit, segment.row_start, segment.row_stop)
+                    settled = [segment] if self._partners is None else self._partners.settle(segment)
             except CorruptDataError as error:
-                block = self._lost(segment, key.epoch, error)
-            yield block, is_last and index == len(segments) - 1
+                yield self._lost(segment, key.epoch, error), is_end
+                continue
+            for one in settled:
+                try:
+                    with self._placing(one.unit):
+                        block = self._reader.read(one.unit, one.row_start, one.row_stop)
+                except CorruptDataError as error:
+                    block = self._lost(one, key.epoch, error)
+                yield block, is_end
 
     def _segments(self, key: PartKey) -> tuple[list[Segment], bool]:
         source = self.source
@@ -243,3 +256,5 @@ class PartMaker(ABC):
     def close(self) -> None:
         """Let go of files."""
         self._reader.close()
+        if self._partners is not None:
+            self._partners.close()

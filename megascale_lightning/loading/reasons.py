@@ -9,13 +9,14 @@ __all__ = [
     "FILTERED",
     "KEPT",
     "OVERLONG",
+    "PARTNER",
     "READ_ERROR",
     "REASONS",
     "TRANSFORM_ERROR",
     "TRUNCATED",
 ]
 
-REASONS: Final = ("", "filtered", "empty", "overlong", "truncated", "read_error", "transform_error")
+REASONS: Final = ("", "filtered", "empty", "overlong", "truncated", "read_error", "transform_error", "partner")
 """`MetaBlock.reasons`: index = code. All but "" and "truncated" are drops."""
 
 KEPT: Final = 0
@@ -25,3 +26,5 @@ OVERLONG: Final = 3
 TRUNCATED: Final = 4
 READ_ERROR: Final = 5
 TRANSFORM_ERROR: Final = 6
+PARTNER: Final = 7
+"""A record that stays together with it is dropped."""

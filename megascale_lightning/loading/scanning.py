@@ -133,7 +133,9 @@ class SourceScanner:
         self, loaded: LoadedSource, rows: Rows, *, stream: str, seed: int, window_units: int, part_bytes: int
     ) -> None:
         # Split, an overlong sample keeps its length; skipped, a bad record does not end the scan.
-        source = replace(loaded.source, shuffle=False, on_error="skip", overlong="split", executor="inline")
+        source = replace(
+            loaded.source, shuffle=False, on_error="skip", overlong="split", together=None, executor="inline"
+        )
         self._loaded = replace(loaded, source=source, quarantine=None)
         self._manifest = loaded.manifest
         self._rows = rows

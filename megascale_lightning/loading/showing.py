@@ -9,6 +9,7 @@ from typing import Any
 from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.loading.batched import BatchRunner
 from megascale_lightning.loading.partmaker import LoadedSource
+from megascale_lightning.loading.partners import Partners
 from megascale_lightning.loading.reasons import READ_ERROR
 from megascale_lightning.loading.runs import BATCHED_RECORDS, cut_block
 from megascale_lightning.loading.transforms import Failed, SampleRunner
@@ -83,7 +84,7 @@ class SampleShower:
             raise ConfigError(
                 f"source {name!r} has epochs from 0 on and units 0 to {units - 1}, not epoch {epoch}, unit {unit}"
             )
-        columns = self._source.columns if self._source.is_transformed else None
+        columns = self._source.read_columns if self._source.is_transformed else None
         reader = make_reader(self._source, self._manifest, columns)
         try:
             block = self._block(reader, epoch, unit, row)
@@ -125,9 +126,22 @@ class SampleShower:
         for window in range(num_windows(self._manifest, self._window_units)):
             if unit in window_units_of(*order, window, self._window_units, self._source.shuffle):
                 parts = window_parts(*order, window, self._window_units, self._part_bytes, self._source.shuffle)
-                found = [segment for part in parts for segment in part if segment.unit == unit]
+                found = self._settled(unit, [segment for part in parts for segment in part if segment.unit == unit])
                 return next((one for one in found if one.row_stop < 0 or row < one.row_stop), found[-1])
         raise AssertionError("every unit is in a window")
+
+    def _settled(self, unit: int, segments: list[Segment]) -> list[Segment]:
+        """The segments of a unit as they are read, where records stay together."""
+        together = self._source.together
+        if together is None:
+            return segments
+        partners = Partners(self._source, self._manifest, make_reader(self._source, self._manifest, [together]))
+        try:
+            found = [one for segment in segments for one in partners.settle(segment) if one.unit == unit]
+        finally:
+            partners.close()
+        # What comes before them belongs to the last group of the unit before.
+        return [Segment(unit, 0, found[0].row_start if found else -1), *found]
 
     def _raw(self, block: RecordBlock, index: int, epoch: int) -> Any:
         if index in block.failures:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from megascale_lightning.errors import DataError
 from megascale_lightning.loading.columns import Fields, Fragment, from_table
 from megascale_lightning.loading.partmaker import LoadedSource, PartMaker
+from megascale_lightning.loading.partners import settle_partners
 from megascale_lightning.loading.parts import Part
 from megascale_lightning.loading.pieces import apply_overlong, count_loss_tokens, cut_records, permute_entries
 from megascale_lightning.loading.reasons import KEPT, REASONS, TRUNCATED
@@ -45,9 +46,10 @@ class TokenMaker(PartMaker):
 
     def _columns_of(self, source: Source) -> Sequence[str] | None:
         if self._needs_samples:
-            return source.columns
+            return source.read_columns
+        together = [] if source.together is None else [source.together]
         length = [source.length] if isinstance(source.length, str) else []
-        return list(dict.fromkeys([*self._fields.tokens, *self._fields.samples, *length]))
+        return list(dict.fromkeys([*self._fields.tokens, *self._fields.samples, *length, *together]))
 
     def make(self, key: PartKey) -> Part:
         """Read and settle one part; see `PartMaker.make`."""
@@ -93,21 +95,27 @@ class TokenMaker(PartMaker):
         blocks, fragments = [block for block, _ in read], [fragment for _, fragment in read]
         units = np.concatenate([np.full(block.num_rows, block.unit) for block in blocks])
         rows = np.concatenate([block.row_start + np.arange(block.num_rows) for block in blocks])
-        lengths, codes = apply_overlong(
-            np.concatenate([fragment.lengths for fragment in fragments]),
-            np.concatenate([fragment.codes for fragment in fragments]),
-            self._rows.capacity,
-            self.source.overlong,
-            lambda record: self.locate(int(units[record]), int(rows[record])),
-        )
-        pieces, records, first = cut_records(lengths, codes, self._rows.capacity)
+        capacity, whole = self._rows.capacity, np.concatenate([fragment.lengths for fragment in fragments])
+
+        def where(record: int) -> str:
+            return self.locate(int(units[record]), int(rows[record]))
+
+        codes = np.concatenate([fragment.codes for fragment in fragments])
+        lengths, codes = apply_overlong(whole, codes, capacity, self.source.overlong, where)
+        joined = None if self._partners is None else self._partners.continued(blocks)
+        if joined is not None:
+            policies: dict[str, Any] = {"capacity": capacity, "source": self.source, "where": where}
+            lengths, codes = settle_partners(whole, codes, joined, **policies)
+        pieces, records, first = cut_records(lengths, codes, capacity)
         for name in ("source", "epoch", "window", "part"):
             pieces[name] = getattr(key, name)
         pieces["unit"], pieces["row"] = units[records], rows[records]
         chunks = np.repeat(np.arange(len(read), dtype=np.int32), [block.num_rows for block in blocks])[records]
         starts = np.concatenate([fragment.offsets[:-1] for fragment in fragments])[records] + pieces["start"]
         pieces["loss_tokens"] = _loss_tokens(fragments, pieces, starts, chunks)
-        order = permute_entries(records, self._permutation(key, len(lengths)))
+        # Records that stay together are never cut, so that a record is an entry.
+        moved = records if joined is None else np.cumsum(~joined) - 1
+        order = permute_entries(moved, self._permutation(key, int(moved[-1]) + 1 if len(moved) else 0))
         pieces, codes = pieces[order], codes[records[order]]
         pieces["entry"] = np.arange(len(pieces))
         tokens = {field: _of_one_type([f.tokens[field] for f in fragments]) for field in self._fields.tokens}
@@ -124,6 +132,7 @@ class TokenMaker(PartMaker):
             last_in_window=is_last,
             payload_bytes=_num_bytes(tokens, samples) + pieces.nbytes,
             metadata={name: values[records][order] for name, values in numbers.items()},
+            joined=None if joined is None else joined[order],
         )
         return Part(
             meta=meta,

@@ -14,7 +14,7 @@ from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.axes import AXES, Axis, fold_axes, fold_axis
 from megascale_lightning.types import IntArray
 
-__all__ = ["ClientPlaceTree", "Place"]
+__all__ = ["ClientPlaceTree", "Place", "check_broadcast"]
 
 _MAX_DRAWN_LINES: Final = 48
 
@@ -160,11 +160,7 @@ class ClientPlaceTree:
         Raises:
             ConfigError: An axis is unknown, or is `dp`, whose ranks have batches of their own.
         """
-        folded = fold_axes((broadcast,) if isinstance(broadcast, str) else broadcast)
-        if "dp" in folded:
-            raise ConfigError(
-                "batches cannot be broadcast along dp: each data-parallel group has its own; use pp, cp, tp"
-            )
+        folded = check_broadcast((broadcast,) if isinstance(broadcast, str) else broadcast)
         where = tuple(slice(0, 1) if axis in folded else slice(None) for axis in AXES)
         return tuple(sorted(self.grid[where].ravel().tolist()))
 
@@ -199,6 +195,18 @@ class ClientPlaceTree:
         if len(lines) > _MAX_DRAWN_LINES:
             lines = [*lines[: _MAX_DRAWN_LINES - 1], f"... {len(lines) - _MAX_DRAWN_LINES + 1} more lines"]
         return "\n".join([f"ClientPlaceTree: {self.world_size} {noun} = {head}", *lines])
+
+
+def check_broadcast(axes: Iterable[str]) -> tuple[Axis, ...]:
+    """The axes that names mean, along which batches may be broadcast.
+
+    Raises:
+        ConfigError: An axis is unknown, or is `dp`, whose ranks have batches of their own.
+    """
+    folded = fold_axes(axes)
+    if "dp" in folded:
+        raise ConfigError("batches cannot be broadcast along dp: each data-parallel group has its own; use pp, cp, tp")
+    return folded
 
 
 def _drawing(grid: IntArray, axes: Sequence[Axis], indent: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from megascale_lightning.types import FloatArray, IntArray, MetaBlock, PartKey
 
@@ -29,6 +30,7 @@ class Block:
         pieces: PIECE [kept entries].
         lengths: int32 [kept entries]: their tokens.
         ends: int64 [kept entries]: entries of the part that are done with once it is taken.
+        joined: bool [entries of the part]: stays together with the entry before it; None: none does.
         metadata: Name -> float64 [entries of the part], dropped ones included.
         samples: int64 [samples + 1]: kept entry index at which each sample begins, and one past the last; None where
             every entry is a sample of its own.
@@ -39,6 +41,7 @@ class Block:
         "_firsts",
         "_reasons",
         "ends",
+        "joined",
         "key",
         "last_in_window",
         "lengths",
@@ -57,7 +60,8 @@ class Block:
         self.pieces: IntArray = meta.pieces[kept]
         self.lengths: IntArray = np.ascontiguousarray(self.pieces["length"])
         self.ends: IntArray = kept + 1
-        first = meta.first[kept]
+        self.joined = meta.joined
+        first = meta.first[kept] if meta.joined is None else (meta.first & ~meta.joined)[kept]
         self.samples: IntArray | None = None if first.all() else np.append(np.flatnonzero(first), len(kept))
         counted = np.where(meta.first, meta.reason, 0)
         self._counted = counted if counted.any() else None
@@ -118,8 +122,24 @@ class BlockStore:
     def metadata_of(self, stream: str, pieces: IntArray, names: Iterable[str]) -> dict[str, FloatArray]:
         """Name -> float64 [n], of PIECE [n]. Raises: NeedBlocks: parts of some are not described now."""
         found = {name: np.empty(len(pieces)) for name in names}
-        if not found or not len(pieces):
-            return found
+        if found:
+            for block, mine in self._parts_of(stream, pieces):
+                for name, values in found.items():
+                    values[mine] = block.metadata[name][pieces["entry"][mine]]
+        return found
+
+    def joined(self, stream: str, pieces: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether each of PIECE [n] stays together with the one before it. Raises: NeedBlocks: as `metadata_of`."""
+        found = np.zeros(len(pieces), np.bool_)
+        for block, mine in self._parts_of(stream, pieces):
+            if block.joined is not None:
+                found[mine] = block.joined[pieces["entry"][mine]]
+        return found
+
+    def _parts_of(self, stream: str, pieces: IntArray) -> Iterator[tuple[Block, IntArray]]:
+        """The parts of PIECE [n], each with the indices of its pieces."""
+        if not len(pieces):
+            return
         parts, part_of = np.unique(pieces[["source", "epoch", "window", "part"]], return_inverse=True)
         keys = [PartKey(stream, *place) for place in parts.tolist()]
         missing = [key for key in keys if key not in self._blocks]
@@ -127,9 +147,7 @@ class BlockStore:
             raise NeedBlocks(missing)
         order = np.argsort(part_of, kind="stable")
         for key, mine in zip(keys, np.split(order, np.cumsum(np.bincount(part_of))[:-1]), strict=True):
-            for name, values in found.items():
-                values[mine] = self._blocks[key].metadata[name][pieces["entry"][mine]]
-        return found
+            yield self._blocks[key], mine
 
     def add(self, meta: MetaBlock) -> None:
         """Keep a described part."""

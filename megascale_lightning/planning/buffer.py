@@ -37,6 +37,8 @@ class Drawn:
     """Name -> float64 [n], as the stream's `metadata` names them."""
     sources: IntArray
     """SOURCE_STATE [sources]: where they stand behind it."""
+    joined: npt.NDArray[np.bool_] | None = None
+    """bool [n]: has to be in the row of the piece before it; None: no piece has."""
 
 
 class SampleBuffer:
@@ -55,6 +57,7 @@ class SampleBuffer:
         self._blocks = blocks
         self._state: LoaderState | None = None
         self._cursors: list[SourceCursor] = []
+        self._together = np.array([source.together for source in spec.sources])
         self._draws = [0] * len(spec.sources)
         self._gone: set[int] = set()
         self._per_sample = 512.0  # tokens: a first guess of how many samples a step takes
@@ -72,6 +75,7 @@ class SampleBuffer:
             DataError: More of a source's records are bad than its limit allows.
         """
         carried = self._blocks.metadata_of(self.spec.name, state.carry, self.spec.metadata)
+        before = self._joined(state.carry)
         self._take_up(state)
         self._state = None  # until it is known to have gone well: the cursors move
         cursors = self._cursors
@@ -96,7 +100,17 @@ class SampleBuffer:
         pieces[num_carried:][grouping(pool.piece_sources)] = self._collect(len(pool.piece_sources))
         drawn = self._blocks.metadata_of(self.spec.name, pieces[num_carried:], self.spec.metadata)
         metadata = {name: np.concatenate([carried[name], values]) for name, values in drawn.items()}
-        return Drawn(pieces, num_carried, metadata, self._stand(mixer, weights))
+        joined = None if before is None else np.concatenate([before, self._joined(pieces[num_carried:])])
+        return Drawn(pieces, num_carried, metadata, self._stand(mixer, weights), joined)
+
+    def _joined(self, pieces: IntArray) -> npt.NDArray[np.bool_] | None:
+        """See `Drawn.joined`. Raises: NeedBlocks: The part of a piece that may be joined is not described now."""
+        if not self._together.any():
+            return None
+        found = np.zeros(len(pieces), np.bool_)
+        asked = self._together[pieces["source"]]
+        found[asked] = self._blocks.joined(self.spec.name, pieces[asked])
+        return found
 
     def state_after(self, before: LoaderState, drawn: Drawn, carry: IntArray) -> LoaderState:
         """`before` with the sources where they stand behind the draw made last, and what was left of it."""

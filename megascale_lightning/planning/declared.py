@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.places.axes import Axis
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.costs import CostFunction, TokenCount, fields_of
 from megascale_lightning.planning.signatures import signature
@@ -15,12 +16,13 @@ from megascale_lightning.rows import Rows
 
 __all__ = ["PRIMITIVES", "Declared", "calls", "require"]
 
-PRIMITIVES: Final = ("init", "mix", "pack", "distribute", "cost", "balance")
+PRIMITIVES: Final = ("init", "mix", "pack", "distribute", "cost", "balance", "broadcast_at")
 _NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "mix": ("init",),
     "pack": ("mix",),
     "distribute": ("pack",),
     "balance": ("distribute", "cost"),
+    "broadcast_at": ("distribute",),
     "plan": ("init", "mix", "pack", "distribute"),
 }
 
@@ -41,16 +43,23 @@ class Declared:
     """Outside of a run."""
     even: CostFunction | None = None
     """What packed rows are to cost alike; None: they are filled as well as can be, and cost what comes of it."""
+    group_size: int | None = None
+    """Neighbouring data-parallel groups that share a bucket; None: all of them share one."""
     costs: tuple[CostFunction, ...] = (TokenCount(),)
     method: Method | None = None
     sync: Sync | None = None
     """None: rows are dealt in turn."""
+    broadcast: tuple[Axis, ...] = ()
+    """Axes along which only the first place fetches, in the tree's order."""
+    selected: str | None = None
+    """The number of a sample that what is looked at is about; None: all samples."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The numbers of a sample that the costs want beside its length."""
+        """The numbers of a sample that are wanted beside its length, by the costs or to look at."""
         costs = self.costs if self.even is None else (*self.costs, self.even)
-        return tuple(dict.fromkeys(name for cost in costs for name in fields_of(cost)))
+        named = [name for cost in costs for name in fields_of(cost)]
+        return tuple(dict.fromkeys([*named, *([] if self.selected is None else [self.selected])]))
 
     @property
     def order(self) -> dict[str, Any]:
@@ -60,6 +69,19 @@ class Declared:
             ConfigError: One cannot be recognised at a resume.
         """
         return {} if self.even is None else {"pack.even": signature("pack(even=...)", self.even)}
+
+    def check_buckets(self, num_groups: int) -> None:
+        """Refuse buckets that so many data-parallel groups do not make.
+
+        Raises:
+            ConfigError: A bucket would not be full.
+        """
+        size = self.group_size
+        if size is not None and num_groups % size:
+            raise ConfigError(
+                f'distribute("dp", group_size={size}): {num_groups} data-parallel groups do not make whole buckets of '
+                f"{size}: take a divisor of {num_groups}, or leave it out"
+            )
 
     @property
     def cost_names(self) -> str:

@@ -11,19 +11,20 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
-from megascale_lightning.places.tree import ClientPlaceTree
+from megascale_lightning.places.axes import AXES
+from megascale_lightning.places.tree import ClientPlaceTree, check_broadcast
 from megascale_lightning.planning.buffer import Drawn
 from megascale_lightning.planning.costs import CostFunction, cost_of_documents
 from megascale_lightning.planning.declared import Declared, calls, require
 from megascale_lightning.planning.distribution import distribute
 from megascale_lightning.planning.evenpacking import pack_evenly
 from megascale_lightning.planning.given import GivenSamples
-from megascale_lightning.planning.packing import pack
+from megascale_lightning.planning.packing import pack, placed_as_one
 from megascale_lightning.planning.twolevel import Method, Sync
 from megascale_lightning.planning.views import Lineage, flowchart, lineage_of, summary_of
-from megascale_lightning.rows import PackedRows, Rows
+from megascale_lightning.rows import PackedRows, Rows, positive
 from megascale_lightning.streams import StreamSpec
-from megascale_lightning.types import IntArray, StepPlan
+from megascale_lightning.types import FloatArray, IntArray, StepPlan
 
 __all__ = ["DGraph", "StepSource"]
 
@@ -137,18 +138,24 @@ class DGraph:
             )
         return self._declare("pack", rows=rows, even=even)
 
-    def distribute(self, axis: str = "dp") -> DGraph:
+    def distribute(self, axis: str = "dp", group_size: int | None = None) -> DGraph:
         """Spread the rows over the places of an axis; without `balance`, they are dealt in turn.
 
         Args:
             axis: "dp": ranks of one data-parallel group get the same rows.
+            group_size: Neighbouring data-parallel groups that share a bucket of rows: those that wait for each other at
+                every microbatch, such as the ranks that shard a model among them (HSDP). `balance(sync="microbatch")`
+                evens each microbatch inside a bucket, and the buckets over the step; with "step" all groups are even
+                anyway. A divisor of the number of groups; None: one bucket for all.
         """
         if axis != "dp":
             raise ConfigError(
                 f'distribute({axis!r}): rows are spread over "dp"; the ranks of the other axes share the rows of their '
                 "data-parallel group"
             )
-        return self._declare("distribute")
+        if group_size is not None and positive(group_size=group_size):
+            raise ConfigError(f"distribute(): {positive(group_size=group_size)[0]}")
+        return self._declare("distribute", group_size=group_size)
 
     def cost(self, *costs: CostFunction) -> DGraph:
         """Say what a document costs a rank to compute; left out, its tokens.
@@ -180,6 +187,30 @@ class DGraph:
             raise ConfigError(f"balance(sync={sync!r}): one of {get_args(Sync)} is wanted")
         return self._declare("balance", method=method, sync=sync)
 
+    def broadcast_at(self, *axes: str) -> DGraph:
+        """Say that of the ranks along these axes only the first fetches batches, and hands them to the others.
+
+        Args:
+            axes: "pp", "cp", "tp" or aliases of them. An axis with one place changes nothing.
+
+        Raises:
+            ConfigError: There is none, one is unknown, or is "dp", whose ranks have batches of their own.
+        """
+        folded = check_broadcast(axes)
+        if not folded:
+            raise ConfigError('broadcast_at(): an axis is wanted, such as broadcast_at("tp")')
+        return self._declare("broadcast_at", broadcast=tuple(axis for axis in AXES if axis in folded))
+
+    def select(self, field: str) -> DGraph:
+        """The same step, of which `summary` and `lineage` show the samples alone that have a number above 0.
+
+        Args:
+            field: Name of the number, such as that of the images or patches of a sample.
+        """
+        if not isinstance(field, str):
+            raise ConfigError(f"select(): the name of a number of the samples is wanted, not {field!r}")
+        return self._declare("select", selected=field)
+
     def _declare(self, name: str, **values: Any) -> DGraph:
         done = self.declared.done
         if name in done:
@@ -208,15 +239,26 @@ class DGraph:
     def rows(self) -> list[list[int]]:
         """For each row its pieces, in order, as indices into the pool."""
         spec, drawn, even = self.spec, self.drawn, self.declared.even
-        lengths = drawn.pieces["length"].tolist()
-        if isinstance(spec.rows, PackedRows):
-            carried, new = lengths[: drawn.num_carried], lengths[drawn.num_carried :]
-            shape = {"num_rows": spec.rows_per_step, "capacity": spec.rows.capacity}
-            if even is None:
-                return pack(carried, new, **shape)
-            costs = cost_of_documents(even, drawn.pieces["length"].astype(np.int64), drawn.metadata)
-            return pack_evenly(carried, new, costs, **shape)
-        return [[piece] if piece < len(lengths) else [] for piece in range(spec.rows_per_step)]
+        lengths = drawn.pieces["length"].astype(np.int64)
+        if not isinstance(spec.rows, PackedRows):
+            return [[piece] if piece < len(lengths) else [] for piece in range(spec.rows_per_step)]
+        costs = None if even is None else cost_of_documents(even, lengths, drawn.metadata)
+        if drawn.joined is None:
+            return self._packed(lengths, costs, drawn.num_carried)
+        return placed_as_one(self._packed, lengths, costs, drawn.joined, drawn.num_carried)
+
+    def _packed(self, lengths: IntArray, costs: FloatArray | None, num_carried: int) -> list[list[int]]:
+        assert isinstance(self.spec.rows, PackedRows)
+        shape = {"num_rows": self.spec.rows_per_step, "capacity": self.spec.rows.capacity}
+        carried, new = lengths[:num_carried].tolist(), lengths[num_carried:].tolist()
+        return pack(carried, new, **shape) if costs is None else pack_evenly(carried, new, costs, **shape)
+
+    @property
+    def edges(self) -> IntArray:
+        """int64 [n, 2]: neighbours in the pool that have to be in one row, as indices into it (`Source.together`)."""
+        joined = self.drawn.joined
+        later = np.empty(0, np.int64) if joined is None else np.flatnonzero(joined)
+        return np.stack([later - 1, later], axis=1)
 
     @cached_property
     def in_rows(self) -> IntArray:
@@ -267,12 +309,16 @@ class DGraph:
             start: First token of the piece.
 
         Raises:
-            ConfigError: There is no such source.
+            ConfigError: There is no such source, or the selected field is not known.
         """
         return lineage_of(self, source, unit, row, start)
 
     def summary(self) -> dict[str, Any]:
-        """What the step is made of: pieces by life, rows, how full they are, and how even the work is."""
+        """What the step is made of: pieces by life, rows, how full they are, and how even the work is.
+
+        Of a selected field: the same of the samples that have it, its sum over each data-parallel group, and how even
+        these sums are.
+        """
         return summary_of(self)
 
     def to_mermaid(self) -> str:

@@ -46,8 +46,12 @@ def distribute(
         lengths: Tokens of the pieces, row after row.
         row_offsets: int64 [rows + 1] into `lengths`; empty rows are filler.
         metadata: Name -> float64, of the pieces as `lengths`.
-        declared: The costs of a piece, and what is made even and how.
+        declared: The costs of a piece, what is made even among whom, and how.
+
+    Raises:
+        ConfigError: The groups make no whole buckets, or a cost gives no costs.
     """
+    declared.check_buckets(spec.num_groups)
     real = np.flatnonzero(np.diff(row_offsets) > 0)
     rows = np.full(spec.num_groups * spec.num_microbatches * spec.rows.micro_batch_size, -1, dtype=np.int64)
     rows[: len(real)] = real
@@ -113,15 +117,19 @@ def _assign(table: FloatArray, shape: tuple[int, int, int], declared: Declared) 
         per_microbatch=per_microbatch,
         sync=sync,
         method=declared.method or "greedy",
+        group_size=declared.group_size,
     )
-    return dealt if _span(table[dealt], sync) < _span(table[placed], sync) * (1 - 1e-9) else placed
+    size = declared.group_size or groups
+    return dealt if _span(table[dealt], sync, size) < _span(table[placed], sync, size) * (1 - 1e-9) else placed
 
 
-def _span(costs: FloatArray, sync: Sync) -> float:
+def _span(costs: FloatArray, sync: Sync, group_size: int) -> float:
     """How long a step takes, in means of the groups, of costs [groups, microbatches, slots, D]."""
     loads = costs.sum(axis=2)
-    longest = loads.sum(axis=1).max(axis=0) if sync == "step" else loads.max(axis=0).sum(axis=0)
-    return max(map(_ratio, longest, loads.sum(axis=1).mean(axis=0)))
+    means = loads.sum(axis=1).mean(axis=0)
+    if sync == "microbatch":  # Groups of a bucket wait for each other at each, buckets at the end of the step.
+        loads = loads.reshape(-1, group_size, *loads.shape[1:]).max(axis=1)
+    return max(map(_ratio, loads.sum(axis=1).max(axis=0), means))
 
 
 def _report(placed: IntArray, loads: FloatArray, before: FloatArray, table: FloatArray) -> Distribution:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.buffer import Drawn, SampleBuffer
 from megascale_lightning.planning.costs import refuse_missing
+from megascale_lightning.rows import PackedRows, Rows
 from megascale_lightning.streams import SourceSpec, StreamSpec, initial_state
 from megascale_lightning.types import PIECE, FloatArray, IntArray, MetaBlock, PartKey
 
@@ -27,7 +29,7 @@ class GivenSamples:
 
     Args:
         infos: Source -> lengths of its samples in tokens, int [n], in order; or a mapping of columns [n], `length` and
-            the numbers that costs want beside it.
+            the numbers that costs want beside it, and `together`: neighbours with an equal number share a row.
 
     Raises:
         ConfigError: There is no source, a length is no whole number of at least 1, or a column is no n numbers.
@@ -50,19 +52,28 @@ class GivenSamples:
             for name, given in columns.items()
         }
 
+        self._joined = {
+            name: np.append(False, np.diff(ids) == 0)[: len(ids)]
+            for name, columns in self._metadata.items()
+            if (ids := columns.pop("together", None)) is not None
+        }
+
     def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
         """See `StepSource`."""
         spec = self._spec(declared)
         blocks = BlockStore()
         for index, (name, lengths) in enumerate(self._lengths.items()):
+            joined = self._joined.get(name)
+            if joined is not None:
+                _check_joined(name, lengths, joined, spec.rows)
             if lengths.max(initial=0) > spec.rows.capacity:
                 at = int(lengths.argmax())
                 raise ConfigError(
                     f"source {name!r}: sample {at} has {lengths[at]} tokens, a row holds {spec.rows.capacity}"
                 )
             if len(lengths):
-                refuse_missing("the cost", spec.metadata, self._metadata[name])
-                blocks.add(_described(index, lengths, self._metadata[name]))
+                refuse_missing("the graph", spec.metadata, self._metadata[name])
+                blocks.add(_described(index, lengths, self._metadata[name], joined))
         state = initial_state(spec)
         return spec, SampleBuffer(spec, blocks).draw(state, state.sources["weight"])
 
@@ -78,7 +89,13 @@ class GivenSamples:
         groups, micro = declared.tree.num_groups, declared.rows.micro_batch_size
         rows = declared.global_batch_size or groups * micro
         sources = tuple(
-            SourceSpec(name=name, num_windows=int(len(lengths) > 0), weight=float(weights[name]), epochs=1)
+            SourceSpec(
+                name=name,
+                num_windows=int(len(lengths) > 0),
+                weight=float(weights[name]),
+                epochs=1,
+                together=name in self._joined,
+            )
             for name, lengths in self._lengths.items()
         )
         return StreamSpec(
@@ -120,7 +137,22 @@ def _numbers_of(name: str, column: str, given: Any, count: int) -> FloatArray:
     return values.astype(np.float64)
 
 
-def _described(index: int, lengths: IntArray, metadata: Mapping[str, FloatArray]) -> MetaBlock:
+def _check_joined(name: str, lengths: IntArray, joined: npt.NDArray[np.bool_], rows: Rows) -> None:
+    if not isinstance(rows, PackedRows):
+        raise ConfigError(f"source {name!r}: samples that stay together want PackedRows, not {type(rows).__name__}")
+    totals = np.bincount(np.cumsum(~joined) - 1, lengths)
+    if totals.max(initial=0) > rows.capacity:
+        at = int(totals.argmax())
+        first = int(np.flatnonzero(~joined)[at])
+        raise ConfigError(
+            f"source {name!r}: sample {first} and those together with it have {int(totals[at])} tokens, a row "
+            f"holds {rows.capacity}"
+        )
+
+
+def _described(
+    index: int, lengths: IntArray, metadata: Mapping[str, FloatArray], joined: npt.NDArray[np.bool_] | None
+) -> MetaBlock:
     pieces = np.zeros(len(lengths), PIECE)
     pieces["source"] = index
     pieces["entry"] = pieces["row"] = np.arange(len(lengths))
@@ -136,4 +168,5 @@ def _described(index: int, lengths: IntArray, metadata: Mapping[str, FloatArray]
         reason=np.zeros(len(lengths), np.uint8),
         last_in_window=True,
         metadata=metadata,
+        joined=joined,
     )

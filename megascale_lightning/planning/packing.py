@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["pack"]
+from megascale_lightning.types import FloatArray, IntArray
+
+__all__ = ["pack", "placed_as_one"]
 
 
 def pack(carried: Sequence[int], drawn: Sequence[int], *, num_rows: int, capacity: int) -> list[list[int]]:
@@ -53,3 +56,27 @@ def pack(carried: Sequence[int], drawn: Sequence[int], *, num_rows: int, capacit
         if begun == num_rows:
             largest = keys[-1] // num_rows if keys else 0
     return rows
+
+
+def placed_as_one(
+    pack: Callable[[IntArray, FloatArray | None, int], list[list[int]]],
+    lengths: IntArray,
+    costs: FloatArray | None,
+    joined: npt.NDArray[np.bool_],
+    num_carried: int,
+) -> list[list[int]]:
+    """Place pieces some of which have to be in one row, as if each group of them were one piece.
+
+    Args:
+        pack: Of lengths, costs, and how many of these are carried, gives the rows.
+        lengths: int [n], of the carried pieces, then of the drawn ones; of a group at most a row's capacity in all.
+        costs: float64 [n], where rows are to cost alike.
+        joined: bool [n]: has to be in the row of the piece before it.
+        num_carried: Pieces of earlier steps.
+    """
+    starts = np.flatnonzero(~joined)
+    totals = np.add.reduceat(lengths, starts, dtype=np.int64) if len(starts) else lengths
+    sums = np.add.reduceat(costs, starts) if costs is not None and len(starts) else costs
+    rows = pack(totals, sums, int((starts < num_carried).sum()))
+    bounds = [*starts.tolist(), len(lengths)]
+    return [[piece for group in row for piece in range(bounds[group], bounds[group + 1])] for row in rows]

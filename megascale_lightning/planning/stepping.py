@@ -55,7 +55,7 @@ class StepPlanner:
             NeedBlocks: A part has to be described first; nothing has changed.
             EmptySourceError: A whole epoch of a source, or a whole pass, gave nothing.
             DataError: More of a source's records are bad than its limit allows.
-            ConfigError: The strategy leaves out what a plan needs, or its cost gives no costs.
+            ConfigError: The strategy leaves out what a plan needs, its cost gives no costs, or it changes who fetches.
         """
         if state.ended:
             return None, state
@@ -65,6 +65,11 @@ class StepPlanner:
         costs = _costs_at(state, changes)
         if costs:
             graph = DGraph(step, replace(graph.declared, costs=tuple(CalibratedCost.of(given) for given in costs)))
+        if graph.declared.broadcast != self._spec.broadcast:
+            raise ConfigError(
+                f"strategy: step {state.step} declares broadcast_at{graph.declared.broadcast}, the run began with "
+                f"broadcast_at{self._spec.broadcast}: which ranks fetch is settled once; declare the same at every step"
+            )
         drawn = graph.drawn
         to_come = tuple(sorted((change for change in changes if change.step > state.step), key=change_key))
         after = self._buffer.state_after(state, drawn, graph.carry)

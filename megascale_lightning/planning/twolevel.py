@@ -33,6 +33,7 @@ def assign_two_levels(
     per_microbatch: int,
     sync: Sync,
     method: Method = "greedy",
+    group_size: int | None = None,
 ) -> IntArray:
     """Spread items over groups x microbatches of equal count.
 
@@ -44,15 +45,19 @@ def assign_two_levels(
         per_microbatch: Items of each microbatch.
         sync: "step" evens the sum of each group; "microbatch" evens, at each index, the groups among themselves.
         method: How a single cost is evened; several are always evened greedily.
+        group_size: Neighbouring groups of a bucket, a divisor of `num_groups`: those that "microbatch" evens among
+            themselves, while the buckets are even over the step. None: one bucket.
 
     Returns:
         int64 [groups, microbatches, per_microbatch]: items.
     """
     # Seen by falling cost, ties by lowest index, so that only twins depend on the order of arrival.
     order = np.argsort(-_scaled(costs).max(axis=1), kind="stable")
-    spread = _by_step if sync == "step" else _by_microbatch
     bins = _ASSIGN[method] if costs.ndim == 1 else assign_vectors
-    return order[spread(bins, costs[order], num_groups, num_microbatches, per_microbatch)]
+    shape = num_groups, num_microbatches, per_microbatch
+    if sync == "step":
+        return order[_by_step(bins, costs[order], *shape)]
+    return order[_by_microbatch(bins, costs[order], *shape, group_size or num_groups)]
 
 
 def assign_in_turn(num_groups: int, num_microbatches: int, per_microbatch: int) -> IntArray:
@@ -68,21 +73,24 @@ def _by_step(bins: _Assign, costs: FloatArray, num_groups: int, num_microbatches
 
 
 def _by_microbatch(
-    bins: _Assign, costs: FloatArray, num_groups: int, num_microbatches: int, per_microbatch: int
+    assign: _Assign, costs: FloatArray, num_groups: int, num_microbatches: int, per_microbatch: int, group_size: int
 ) -> IntArray:
-    buckets = bins(costs, num_bins=num_groups * num_microbatches, per_bin=per_microbatch)
-    loads = _scaled(costs[buckets].sum(axis=1))
-    # Buckets of like load run at the same index: a tier of one bucket for each group.
-    tiers = np.argsort(-loads.max(axis=1), kind="stable").reshape(num_microbatches, num_groups)
-    groups_of = np.empty_like(tiers)
-    sums = np.zeros((num_groups, loads.shape[1]))
-    for index, tier in enumerate(tiers):  # The heaviest of a tier to the group that has least so far.
-        cost = int(sums.max(axis=0).argmax())  # Of several costs in the one that is least even so far.
-        emptiest = np.argsort(sums[:, cost], kind="stable")
-        falling = tier[np.argsort(-loads[tier, cost], kind="stable")]
-        groups_of[index, emptiest] = falling
-        sums[emptiest] += loads[falling]
-    return buckets[groups_of.T]
+    bins = assign(costs, num_bins=num_groups * num_microbatches, per_bin=per_microbatch)
+    loads = _scaled(costs[bins].sum(axis=1))
+    # Bins of like load run at the same index: a tier of one bin for each group of a bucket, as long as its heaviest.
+    tiers = np.argsort(-loads.max(axis=1), kind="stable").reshape(-1, group_size)
+    longest = loads[tiers[:, 0]].max(axis=1)
+    buckets = assign_greedily(longest, num_bins=num_groups // group_size, per_bin=num_microbatches)
+    placed = np.empty((num_groups // group_size, group_size, num_microbatches), np.int64)
+    for bucket, members in zip(placed, buckets, strict=True):
+        sums = np.zeros((group_size, loads.shape[1]))
+        for index, tier in enumerate(tiers[members]):  # The heaviest of a tier to the group that has least so far.
+            cost = int(sums.max(axis=0).argmax())  # Of several costs in the one that is least even so far.
+            emptiest = np.argsort(sums[:, cost], kind="stable")
+            falling = tier[np.argsort(-loads[tier, cost], kind="stable")]
+            bucket[emptiest, index] = falling
+            sums[emptiest] += loads[falling]
+    return bins[placed.reshape(num_groups, num_microbatches)]
 
 
 def _scaled(costs: FloatArray) -> FloatArray:

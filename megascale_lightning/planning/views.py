@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.planning.costs import refuse_missing
 from megascale_lightning.planning.declared import PRIMITIVES
 from megascale_lightning.rows import PackedRows
+from megascale_lightning.types import FloatArray
 
 if TYPE_CHECKING:
     from megascale_lightning.planning.dgraph import DGraph
@@ -38,7 +40,7 @@ def lineage_of(graph: DGraph, source: str, unit: int, row: int, start: int) -> L
     pieces = drawn.pieces
     here = (pieces["source"] == names.index(source)) & (pieces["unit"] == unit)
     found = np.flatnonzero(here & (pieces["row"] == row) & (pieces["start"] == start))
-    if not found.size:
+    if not found.size or (graph.declared.selected is not None and _selected(graph)[found[0]] <= 0):
         return None
     at = next((index for index, members in enumerate(graph.rows) if int(found[0]) in members), None)
     if at is None:
@@ -49,6 +51,38 @@ def lineage_of(graph: DGraph, source: str, unit: int, row: int, start: int) -> L
 
 def summary_of(graph: DGraph) -> dict[str, Any]:
     """See `DGraph.summary`."""
+    return _summary(graph) if graph.declared.selected is None else _summary_of_field(graph)
+
+
+def _summary_of_field(graph: DGraph) -> dict[str, Any]:
+    drawn, plan, values = graph.drawn, graph.plan(), _selected(graph)
+    row_of = np.repeat(np.arange(len(graph.rows)), np.diff(plan.row_offsets))
+    there, placed = values > 0, values[graph.in_rows] > 0
+    of_rows = np.bincount(row_of, values[graph.in_rows], minlength=len(graph.rows) + 1)  # the last for filler, -1
+    groups = of_rows[plan.placement].sum(axis=(1, 2))
+    return {
+        "step": graph.step,
+        "field": graph.declared.selected,
+        "carried_in": int(there[: drawn.num_carried].sum()),
+        "mixed": int(there[drawn.num_carried :].sum()),
+        "placed": int(placed.sum()),
+        "carried_on": int(there.sum() - placed.sum()),
+        "rows": len(np.unique(row_of[placed])),
+        "total": float(groups.sum()),
+        "group_totals": groups.tolist(),
+        "max_over_mean": float(groups.max() / groups.mean()) if groups.any() else 1.0,
+    }
+
+
+def _selected(graph: DGraph) -> FloatArray:
+    """float64 [pool]: the selected number."""
+    name = graph.declared.selected
+    assert name is not None
+    refuse_missing("select()", (name,), graph.drawn.metadata)
+    return graph.drawn.metadata[name]
+
+
+def _summary(graph: DGraph) -> dict[str, Any]:
     spec, drawn = graph.spec, graph.drawn
     plan = graph.plan()
     tokens = int(plan.pieces["length"].sum(dtype=np.int64))
@@ -63,20 +97,23 @@ def summary_of(graph: DGraph) -> dict[str, Any]:
     }
     if isinstance(spec.rows, PackedRows):
         found["fill"] = tokens / (len(graph.rows) * spec.rows.capacity)
+    if graph.declared.broadcast:
+        found["broadcast_at"] = graph.declared.broadcast
     return {**found, **plan.balance}
 
 
 def flowchart(graph: DGraph) -> str:
     """See `DGraph.to_mermaid`."""
-    found = summary_of(graph)
-    spec = graph.spec
+    found = _summary(graph)
+    spec, size = graph.spec, graph.declared.group_size
     texts = {
         "init": f"places: {spec.num_groups} groups x {spec.num_microbatches} microbatches",
         "mix": f"mix: {found['carried_in']} carried + {found['mixed']} drawn of {len(spec.sources)} sources",
         "pack": f"pack: {found['placed']} pieces in {found['rows']} rows, {found['carried_on']} carried on",
-        "distribute": "distribute over dp",
+        "distribute": "distribute over dp" + ("" if size is None else f" in buckets of {size} groups"),
         "cost": f"cost: {graph.declared.cost_names}",
         "balance": f"balance by {graph.declared.sync}: max/mean {found['max_over_mean']:.3f}",
+        "broadcast_at": f"broadcast at {', '.join(graph.declared.broadcast)}",
     }
     names = [name for name in PRIMITIVES if name in graph.declared.done]
     nodes = [f'    {name}["{texts[name]}"]' for name in names]

@@ -86,6 +86,10 @@ class Source:
     stream has passed, at least 100 or a whole epoch, ends the run; None: no limit."""
     overlong: Overlong = "split"
     """What happens to a sample longer than a row."""
+    together: str | None = None
+    """A column: consecutive records of a file with an equal value in it are one sample of several records, such as a
+    preference pair. They share a row, and are dropped together; null stands alone. Needs `overlong="drop"` or "error",
+    and packed rows; see docs/sources.md."""
     thread_safe: bool = False
     """The transform may run on several threads at once."""
     executor: Executor = "inline"
@@ -117,6 +121,13 @@ class Source:
     def is_transformed(self) -> bool:
         """Whether records go through the user's code before they are samples."""
         return self.transform is not None or self.transform_batched is not None
+
+    @property
+    def read_columns(self) -> tuple[str, ...] | None:
+        """`columns`, with that of `together`."""
+        if self.columns is None or self.together is None:
+            return self.columns
+        return tuple(dict.fromkeys([*self.columns, self.together]))
 
     def _problems(self) -> list[str]:
         found = []
@@ -194,6 +205,13 @@ class Source:
             found.append(f"max_bad_fraction must be a number from 0 to below 1, not {bad!r}")
         elif bad is not None and self.on_error == "raise":
             found.append('max_bad_fraction needs on_error="skip" or "quarantine": else one bad record ends the run')
+        if self.together is not None and not (isinstance(self.together, str) and self.together):
+            found.append(f"together must be the name of a column, not {self.together!r}")
+        elif self.together is not None and self.overlong not in ("drop", "error"):
+            found.append(
+                f"records that stay together are not cut: together={self.together!r} needs overlong='drop' or 'error', "
+                f"not {self.overlong!r}"
+            )
         workers = self.num_workers
         if workers is not None and (not isinstance(workers, int) or workers < 1):
             found.append(f"num_workers must be a whole number of at least 1, not {workers!r}")

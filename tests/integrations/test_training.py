@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
-from megascale_lightning import MegaScaleDataModule, StateError
+from megascale_lightning import ConfigError, MegaScaleDataModule, StateError
 from tests.integrations.corpora import held_out, real_data
 from tests.integrations.fakes import SaveAt, make_trainer
 from tests.integrations.models import Recorder
@@ -56,6 +57,31 @@ def test_resumed_training_sees_the_remaining_rows(corpus: Path, tmp_path: Path, 
         assert model.rows == {at: rows for at, rows in whole.rows.items() if at[0] >= first}, path.name
         assert again.certificate == data.certificate
         assert torch.equal(model.layer.weight, whole.layer.weight), path.name
+
+
+class Asking(L.Callback):
+    """Asks what became of the first sample of each batch, before and after the trainer is done with it."""
+
+    def __init__(self) -> None:
+        self.lives: list[Any] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        self.lives.append(trainer.datamodule.lineage(batch["megascale"].sample_ids()[0][0])[:2])
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        self.lives.append(trainer.datamodule.lineage(batch["megascale"].sample_ids()[0][0])[:2])
+
+
+def test_what_became_of_a_sample_is_told_while_training(corpus: Path) -> None:
+    asking = Asking()
+    trainer = {"max_steps": 2, "accumulate_grad_batches": 2, "limit_val_batches": 0, "callbacks": [asking]}
+    _, data = fit(corpus, trainer, {"global_batch_size": 4})
+    done = [("consumed", -1)]
+    assert asking.lives == [("delivered", 0)] * 3 + done + [("delivered", 1)] * 3 + done
+    with pytest.raises(ConfigError, match="no training stream"):
+        data.lineage(("web", 0, 0, 0))
 
 
 @pytest.mark.parametrize("prefetch_steps", [0, 1, 3])

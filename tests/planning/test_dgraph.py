@@ -1,6 +1,7 @@
 """`DGraph`: what primitives declare and refuse, and what comes of it, against brute force and by properties."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations, permutations
 from typing import ClassVar
 
@@ -89,6 +90,16 @@ class TestDeclarations:
             (lambda graph: graph.init(TREE).mix().pack(ROWS).distribute("tp"), r"distribute\('tp'\)"),
             (lambda graph: graph.init(TREE).cost("attention"), "functions of lengths"),
             (lambda graph: declared(graph).balance("best"), r"balance\('best'\)"),
+            (lambda graph: graph.init(TREE).mix().pack(ROWS).distribute("dp", 0), "group_size must be .* not 0"),
+            (
+                lambda graph: graph.init(TREE).mix().pack(ROWS).distribute("dp", group_size=3).plan(),
+                "2 data-parallel groups do not make whole buckets of 3",
+            ),
+            (lambda graph: graph.init(TREE).mix().pack(ROWS).broadcast_at("tp"), r"needs distribute\(\) before it"),
+            (lambda graph: declared(graph).broadcast_at(), "an axis is wanted"),
+            (lambda graph: declared(graph).broadcast_at("tp", "fsdp"), "cannot be broadcast along dp"),
+            (lambda graph: declared(graph).broadcast_at("rows"), "unknown axis 'rows'"),
+            (lambda graph: declared(graph).broadcast_at("tp").broadcast_at("cp"), "broadcast_at.. is declared twice"),
             (lambda graph: declared(graph).balance(sync="rank"), r"sync='rank'"),
             (
                 lambda graph: graph.init(TREE).mix().pack(ROWS).distribute().cost(square, square).balance(KK),
@@ -110,6 +121,18 @@ class TestDeclarations:
     def test_odd_infos(self, infos):
         with pytest.raises(ConfigError, match="from_buffer_infos"):
             DGraph.from_buffer_infos(infos)
+
+    @pytest.mark.parametrize(
+        ("rows", "said"),
+        [
+            (PackedRows(8, 1), "sample 2 and those together with it have 9 tokens, a row holds 8"),
+            (PaddedRows(8, 1), "want PackedRows, not PaddedRows"),
+        ],
+    )
+    def test_what_cannot_stay_together(self, rows, said):
+        infos = {"pairs": {"length": [3, 4, 4, 5], "together": [0, 0, 1, 1]}}
+        with pytest.raises(ConfigError, match=said):
+            graph_of(infos).mix().pack(rows).distribute("dp").plan()
 
     def test_a_source_without_samples(self):
         with pytest.raises(EmptySourceError, match="'code'"):
@@ -258,6 +281,45 @@ def test_rows_are_dealt_in_turn_where_that_is_more_even(costs, dp, micro, sync, 
     assert slowest(values[plan.pieces["row"]][plan.placement].sum(axis=2)) == dealt
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 16), min_size=1, max_size=4), st.booleans()), min_size=1, max_size=40),
+    st.lists(st.integers(1, 64), min_size=1, max_size=20),
+    st.integers(1, 2),
+    st.sampled_from([None, square]),
+)
+def test_what_stays_together_is_in_one_row_or_carried_on(groups, alone, dp, even):
+    lengths = [length for of, _ in groups for length in of]
+    ids = np.repeat(np.arange(len(groups)), [len(of) for of, _ in groups])
+    infos = {"pairs": {"length": lengths, "together": ids}, "web": alone}
+    rows = graph_of(infos, dp=dp, rows=2 * dp).mix().pack(PackedRows(64, 1, pack_ahead=4), even=even)
+    graph = rows.distribute("dp").cost(square)
+    plan = graph.balance().plan()
+    row_of = np.repeat(np.arange(len(plan.row_offsets) - 1), np.diff(plan.row_offsets))
+    found = {}
+    for row, piece in zip([*row_of.tolist(), *[-1] * len(graph.carry)], [*plan.pieces, *graph.carry], strict=True):
+        if piece["source"] == 0:
+            found.setdefault(int(ids[piece["row"]]), []).append((row, int(piece["row"])))
+    for group, members in found.items():
+        assert len({row for row, _ in members}) == 1
+        assert sorted(row for _, row in members) == np.flatnonzero(ids == group).tolist()
+    assert all(sum(row) <= 64 for row in rows_of(plan))
+    edges = [(int(one["row"]), int(other["row"])) for one, other in graph.drawn.pieces[graph.edges]]
+    assert sorted(edges) == sorted(
+        (a, a + 1) for members in found.values() for _, a in members if a + 1 < len(ids) and ids[a] == ids[a + 1]
+    )
+
+
+def test_nothing_changes_where_every_sample_stands_alone():
+    lengths = np.random.default_rng(0).integers(1, 40, 200)
+    plain = graph_of(lengths, rows=8).mix().pack(PackedRows(64, 1)).distribute("dp").plan()
+    infos = {"web": {"length": lengths, "together": np.arange(200)}}
+    alone = graph_of(infos, rows=8).mix().pack(PackedRows(64, 1)).distribute("dp")
+    assert (alone.plan().pieces == plain.pieces).all()
+    assert (alone.plan().placement == plain.placement).all()
+    assert alone.edges.shape == (0, 2)
+
+
 def costs_of(plan):
     """float64 [groups, microbatches]"""
     rows = np.array([sum(length**2 for length in row) for row in rows_of(plan)] + [0], float)
@@ -297,6 +359,13 @@ def test_mermaid_draws_what_was_declared():
     assert "mix --> pack" in [line.strip() for line in drawn]
 
 
+def test_who_fetches_is_in_what_can_be_looked_at():
+    step = declared(DGraph.from_buffer_infos({"web": [1, 3, 2]}))
+    assert step.broadcast_at("tp", "context").summary()["broadcast_at"] == ("cp", "tp")
+    assert 'broadcast_at["broadcast at cp, tp"]' in step.balance().broadcast_at("tp", "context").to_mermaid()
+    assert "broadcast_at" not in step.summary()
+
+
 class TestInARun:
     """The planner's steps are those of the graph that the strategy declares."""
 
@@ -333,6 +402,28 @@ class TestInARun:
 
         with pytest.raises(ConfigError, match=r"at step 2 it declares .*pack.even.* and nothing before"):
             self.drive(strategy).run(3)
+
+    def test_who_fetches_is_declared_and_settled_once(self):
+        def strategy(graph):
+            return Balanced()(graph).broadcast_at("tensor_parallel", "pp")
+
+        assert declared_by(strategy).broadcast == ("pp", "tp")
+        plans = self.drive(strategy, broadcast=("pp", "tp")).run(3)
+        plain = self.drive(Balanced()).run(3)
+        assert all((one.placement == other.placement).all() for one, other in zip(plans, plain, strict=True))
+        with pytest.raises(ConfigError, match="declare the same at every step"):
+            self.drive(strategy).run(1)
+
+    def test_buckets_are_those_that_are_declared(self):
+        def strategy(graph, **more):
+            return graph.mix().pack().distribute("dp", **more).cost(square).balance(sync="microbatch")
+
+        data = FakeData([400], longest=90)
+        spec = data.spec(rows=32, groups=4, micro=1, epochs=None, strategy=lambda graph: strategy(graph, group_size=2))
+        found, flat = Drive(data, spec).run(4), Drive(data, replace(spec, strategy=strategy)).run(4)
+        assert all((one.pieces == other.pieces).all() for one, other in zip(found, flat, strict=True))
+        spans = [[costs_of(plan).reshape(2, 2, 8).max(axis=1).sum(axis=1).max() for plan in of] for of in (found, flat)]
+        assert sum(spans[0]) < sum(spans[1])
 
     def test_a_state_that_was_gone_on_from_gives_its_step_again(self):
         data = FakeData([50], longest=90)
@@ -376,6 +467,37 @@ class TestMetadata:
             each = [sum(pair) for columns in self.INFOS.values() for pair in zip(*columns.values(), strict=True)]
             assert plan.group_costs.max() == brute_force(each, 2)
         assert (plan.pieces == by_length.pieces).all()
+
+    @pytest.mark.parametrize("rows", [PackedRows(128, 1, pack_ahead=2), PaddedRows(64, 1)])
+    def test_a_field_can_be_looked_at_alone(self, rows):
+        infos = {**self.INFOS, "image": {name: [*values] * 3 for name, values in self.INFOS["image"].items()}}
+        graph = DGraph.from_buffer_infos(infos).init(TREE, global_batch_size=2 if isinstance(rows, PackedRows) else 7)
+        step = graph.mix().pack(rows).distribute("dp").cost(square).balance()
+        images, plan = step.select("patches"), step.plan()
+        assert (images.plan().pieces == plan.pieces).all()
+        assert (images.plan().placement == plan.placement).all()
+        found, whole = images.summary(), step.summary()
+        patches = np.array(infos["image"]["patches"])
+        groups = []
+        for of_group in plan.placement.reshape(2, -1):
+            members = [plan.pieces[plan.row_offsets[row] : plan.row_offsets[row + 1]] for row in of_group if row >= 0]
+            groups.append(sum(patches[piece["row"]] for row in members for piece in row if piece["source"] == 1))
+        assert found["group_totals"] == groups
+        assert found["total"] == sum(groups) > 0
+        assert found["max_over_mean"] == max(groups) / (sum(groups) / 2)
+        assert found["placed"] == (plan.pieces["source"] == 1).sum() < whole["placed"]
+        assert found["carried_on"] == (step.carry["source"] == 1).sum()
+        assert found["mixed"] == found["placed"] + found["carried_on"]
+        assert found["rows"] <= whole["rows"]
+        assert images.lineage("text", 0, 0) is None
+        assert images.lineage("image", 0, 0) == step.lineage("image", 0, 0) is not None
+        assert images.to_mermaid() == step.to_mermaid()
+
+    def test_a_field_that_is_not_there_cannot_be_selected(self):
+        with pytest.raises(ConfigError, match=r"the graph wants the metadata \['pixels'\]"):
+            self.graph(square, PackedRows(64, 1)).select("pixels").summary()
+        with pytest.raises(ConfigError, match="name of a number"):
+            self.graph(square).select(3)
 
     def test_what_is_missing_or_no_number_is_named(self):
         cost = CostOf(lambda lengths, pixels: lengths + pixels, ("pixels",))

@@ -56,3 +56,24 @@ def test_several_costs_even_at_every_microbatch_are_so_in_sum_each():
     shape = {"num_groups": 16, "num_microbatches": 64, "per_microbatch": 1}
     loads = costs[assign_two_levels(costs, **shape, sync="microbatch")].sum(axis=(1, 2))
     assert (loads.max(axis=0) / loads.mean(axis=0)).max() < 1.03
+
+
+def bucket_span(costs, items, size):
+    """Groups of a bucket wait for each other at every microbatch, buckets at the end of the step."""
+    loads = costs[items].sum(axis=2).reshape(-1, size, items.shape[1])
+    return loads.max(axis=1).sum(axis=1).max()
+
+
+def test_buckets_are_even_and_inside_them_every_microbatch():
+    shape = {"num_groups": 16, "num_microbatches": 8, "per_microbatch": 4}
+    for seed in range(5):
+        lengths = np.minimum(np.random.default_rng(seed).lognormal(6, 1.2, 512), 4096)
+        costs = 6 * 5120 * lengths + lengths**2
+        found = assign_two_levels(costs, **shape, sync="microbatch", group_size=4)
+        assert sorted(found.ravel().tolist()) == list(range(512))
+        flat = [assign_two_levels(costs, **shape, sync=sync) for sync in ("step", "microbatch")]
+        assert bucket_span(costs, found, 4) < min(bucket_span(costs, items, 4) for items in flat)
+        buckets = costs[found].sum(axis=(1, 2)).reshape(-1, 4).sum(axis=1)
+        assert buckets.max() / buckets.mean() < 1.02
+        whole = assign_two_levels(costs, **shape, sync="microbatch", group_size=16)
+        assert (whole == flat[1]).all()

@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from megascale_lightning.checkpointing.filelists import FileChanges, FileLists
 from megascale_lightning.client.info import BatchInfo
+from megascale_lightning.client.lives import SampleLife
 from megascale_lightning.client.loader import MegaScaleLoader
 from megascale_lightning.client.portable import check_portable_code
 from megascale_lightning.client.samples import show_sample
@@ -143,6 +144,12 @@ class Positioned(L.LightningDataModule):
         if self._session is not None and stream in self._session.streams:
             return self._session.sample(stream, sample_id)
         return show_sample(self.config, stream, sample_id)
+
+    def lineage(self, sample_id: Sequence[Any]) -> SampleLife:
+        """What became of a sample of the training stream; see `MegaScaleLoader.lineage`."""
+        if self._train is None:
+            raise ConfigError("there is no training stream that stands anywhere: setup('fit') makes it")
+        return self._train.lineage(sample_id)
 
     def packed_file_lists(self) -> bytes:
         """The files of the training sources, to be kept beside the state; on the process that reads them."""

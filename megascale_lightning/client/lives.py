@@ -1,0 +1,89 @@
+"""`SampleLife`: what became of one sample, told from where the stream stands, after a resume as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megascale_lightning.client.info import BatchInfo
+from megascale_lightning.loading.finding import Found, RecordFinder
+from megascale_lightning.streams import StreamSpec
+from megascale_lightning.types import LoaderState
+
+__all__ = ["SampleLife", "life_of"]
+
+
+class SampleLife(NamedTuple):
+    """What became of a sample."""
+
+    life: str
+    """"ahead": not drawn yet. "carried": drawn, and waits for a row. "delivered": handed out, on this rank or another,
+    in a step that is not consumed yet. "consumed". "dropped": left out, see `reason`. "passed": consumed, or left out
+    with an incomplete last step (`last_step="drop"`), which the state does not tell apart."""
+    step: int = -1
+    """Of a delivered sample, where it is known."""
+    reason: str = ""
+    """Why it was dropped."""
+
+
+def life_of(
+    sample_id: Sequence[int],
+    source: int,
+    finder: RecordFinder,
+    spec: StreamSpec,
+    state: LoaderState,
+    handed: Iterable[BatchInfo],
+) -> SampleLife:
+    """Tell the life of a sample, or of a piece.
+
+    Args:
+        sample_id: (epoch, unit, row), or with (start, stop) behind.
+        source: Its source in the stream.
+        finder: Of the source.
+        spec: The stream.
+        state: Where it stands: the consumed state.
+        handed: Of microbatches handed out since.
+
+    Raises:
+        ConfigError: There is no such record.
+        DataError: The part that it is in cannot be read.
+    """
+    epoch, unit, row, *piece = sample_id
+    later = {state.step: state}
+    for info in handed:
+        later |= {known.step: known for known in (info._before, info._after) if known.step > state.step}
+    states = [later[step] for step in sorted(later)]
+    window = finder.window(epoch, unit)
+    reached = (int(states[-1].sources["epoch"][source]), int(states[-1].sources["window"][source]))
+    if not spec.sources[source].together and (epoch, window) > reached:
+        return SampleLife("ahead")
+    found = finder.find(epoch, unit, row)
+    carried = [_is_carried(known, source, epoch, unit, row, piece) for known in states]
+    given = [_is_drawn(known, source, epoch, found) and not waits for known, waits in zip(states, carried, strict=True)]
+    if not _is_drawn(states[-1], source, epoch, found):
+        return SampleLife("ahead")
+    if found.reason:
+        return SampleLife("dropped", reason=found.reason)
+    if not any(given):
+        return SampleLife("carried")
+    at = given.index(True)
+    if at == 0:
+        ended = state.ended or state.passes > epoch
+        return SampleLife("passed" if spec.last_step == "drop" and ended else "consumed")
+    before, after = states[at - 1].step, states[at].step
+    return SampleLife("delivered", before if after == before + 1 else -1)
+
+
+def _is_drawn(state: LoaderState, source: int, epoch: int, found: Found) -> bool:
+    """Whether the source has passed the record."""
+    stands = state.sources[source]
+    here = (epoch, found.window, found.part, found.entry)
+    return here < tuple(int(stands[name]) for name in ("epoch", "window", "part", "offset"))
+
+
+def _is_carried(state: LoaderState, source: int, epoch: int, unit: int, row: int, piece: Sequence[int]) -> bool:
+    carry = state.carry
+    here = (carry["source"] == source) & (carry["epoch"] == epoch) & (carry["unit"] == unit) & (carry["row"] == row)
+    return bool(np.any(here & (carry["start"] == piece[0]) if piece else here))
