@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.mixtures import WeightSchedule
 from megascale_lightning.rows import Rows
-from megascale_lightning.types import ORDER_VERSION, PIECE, SOURCE_STATE, FloatArray, LoaderState
+from megascale_lightning.types import LEVEL_STATE, ORDER_VERSION, PIECE, SOURCE_STATE, FloatArray, IntArray, LoaderState
 
-__all__ = ["SourceSpec", "StreamSpec", "initial_state"]
+__all__ = ["SourceSpec", "StreamSpec", "initial_levels", "initial_state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,8 @@ class StreamSpec:
     """What ends the stream, as in `Mixture`."""
     metadata: tuple[str, ...] = ()
     """Names of the numbers of a sample that the strategy wants beside its length."""
+    curriculum: QuantileSchedule | None = None
+    """What the strategy declares with `mix`."""
 
     def weights_at(self, step: int, state: LoaderState, changes: Mapping[int, FloatArray]) -> FloatArray:
         """float64 [num_sources]: the weights that govern the draws of a step.
@@ -101,6 +104,7 @@ class StreamSpec:
             whole = max(source.epochs - int(state.sources["epoch"][index]), 0)
             # A source that began anew counts from there: what is left lies in the epochs that are.
             left = min(max(source.epochs * source.num_records - passed, 0), whole * source.num_records)
+            left += int(state.waiting[index])
             if left:
                 found[index] = left
         return found
@@ -119,3 +123,11 @@ def initial_state(spec: StreamSpec) -> LoaderState:
         carry=np.empty(0, PIECE),
         certificate=hashlib.blake2b(names.encode(), digest_size=32).digest(),
     )
+
+
+def initial_levels(sources: IntArray, num_levels: int) -> IntArray:
+    """LEVEL_STATE [sources, num_levels]: nothing was opened yet of sources that stand there, SOURCE_STATE [sources]."""
+    levels = np.zeros((len(sources), num_levels), LEVEL_STATE)
+    for name in ("epoch", "window", "part"):
+        levels[name] = sources[name][:, None]
+    return levels

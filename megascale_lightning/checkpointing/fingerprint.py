@@ -39,6 +39,7 @@ _POSITIONS: Final = (
     "rows.seq_len",
     "rows.max_len",
     "rows.targets",
+    "curriculum",
 )
 """Settings that give every position of every source another meaning; `files.*` and `sources.*` do so for one source."""
 
@@ -54,6 +55,7 @@ _CONSEQUENCES: Final = {
     "rows.pack_ahead": "rows are packed differently from here on",
     "sources": "the source may give other samples: it begins its epoch anew",
     "mixture_unit": "shares are counted differently",
+    "curriculum": "another order: every source begins its epoch anew",
     "mixture_stop": "the end of the stream differs",
     "last_step": "the end of the stream differs",
     "passes": "epochs end at other steps from here on",

@@ -106,4 +106,5 @@ def running_sum(lengths: IntArray) -> npt.NDArray[np.int64]:
 def _own(state: LoaderState) -> LoaderState:
     """Copy the arrays of a state, which outlives the window."""
     changes = tuple(MixtureChange(change.step, change.weights.copy()) for change in state.changes)
-    return replace(state, sources=state.sources.copy(), carry=state.carry.copy(), changes=changes)
+    levels = None if state.levels is None else state.levels.copy()
+    return replace(state, sources=state.sources.copy(), carry=state.carry.copy(), changes=changes, levels=levels)

@@ -139,11 +139,12 @@ def resolve_streams(
         ConfigError: `global_batch_size` does not fit them, the strategy is none, or the mixture does not go in passes.
     """
     strategy = config.strategy if config.strategy is not None else Balanced()
-    metadata = declared_by(strategy).fields
+    declared = declared_by(strategy)
+    metadata = declared.fields
     if metadata and isinstance(config.rows, CollatedRows):
         raise ConfigError(
-            f"strategy: its cost wants {list(metadata)} of each sample, which are read of packed and padded rows only: "
-            "take a cost by length, and let length= of the sources say what a sample costs"
+            f"strategy: it wants {list(metadata)} of each sample, which are read of packed and padded rows only: take "
+            "a cost or curriculum by length, and let length= of the sources say what a sample costs"
         )
     total, num_microbatches = _resolve_step(config, tree, accumulate)
     if passes:
@@ -172,6 +173,7 @@ def resolve_streams(
             schedule=config.schedule_of(stream),
             stop=_stop(config) if training else "all",
             metadata=metadata,
+            curriculum=declared.curriculum if training else None,
         )
     return found
 

@@ -80,7 +80,8 @@ class SavedStates:
             "global_batch_size": spec.rows_per_step,
             "fingerprint": order_fingerprint(
                 self._config, stream=stream, global_batch_size=spec.rows_per_step, passes=spec.passes
-            ),
+            )
+            | ({} if spec.curriculum is None else {"curriculum": spec.curriculum.table}),
             "files": dict(self._digests[stream]),
         }
 

@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from megascale_lightning.planning.blocks import BlockStore, NeedBlocks
 from megascale_lightning.planning.cursors import Ahead, SourceCursor
+from megascale_lightning.planning.levels import LevelCursor
 from megascale_lightning.planning.mixture import DeadlineMixer, grouping
 from megascale_lightning.rows import PackedRows
-from megascale_lightning.streams import StreamSpec
+from megascale_lightning.streams import StreamSpec, initial_levels
 from megascale_lightning.types import (
     PIECE,
     SOURCE_STATE,
@@ -75,6 +76,7 @@ class SampleBuffer:
         self._take_up(state)
         self._state = None  # until it is known to have gone well: the cursors move
         cursors = self._cursors
+        self._pace(state.step, weights)
         mixer = DeadlineMixer(
             [source.name for source in self.spec.sources],
             weights.tolist(),
@@ -102,7 +104,9 @@ class SampleBuffer:
         """`before` with the sources where they stand behind the draw made last, and what was left of it."""
         dropped = tuple(dict(cursor.dropped) for cursor in self._cursors)
         checked = tuple(cursor.checked for cursor in self._cursors)
-        return replace(before, sources=drawn.sources, dropped=dropped, carry=carry, checked=checked)
+        levels = [cursor.levels for cursor in self._cursors if isinstance(cursor, LevelCursor)]
+        after = replace(before, sources=drawn.sources, dropped=dropped, carry=carry, checked=checked)
+        return replace(after, levels=np.stack(levels)) if levels else after
 
     def stands_at(self, state: LoaderState) -> None:
         """The cursors are those of this state: it is what the draw made last led to."""
@@ -126,8 +130,9 @@ class SampleBuffer:
         if self._state is state:
             return
         self._state = state
-        self._cursors = [
-            SourceCursor(
+        curriculum, sources = self.spec.curriculum, self.spec.sources
+        given = [
+            (
                 self.spec.name,
                 index,
                 source,
@@ -137,8 +142,31 @@ class SampleBuffer:
                 state.checked[index] if state.checked else (0, 0),
                 state.passes + 1 if self.spec.passes else source.epochs,
             )
-            for index, source in enumerate(self.spec.sources)
+            for index, source in enumerate(sources)
         ]
+        if curriculum is None:
+            self._cursors = [SourceCursor(*one) for one in given]
+            return
+        levels = initial_levels(state.sources, curriculum.num_levels) if state.levels is None else state.levels
+        by_name = np.argsort(np.argsort([source.name for source in sources], kind="stable")).tolist()
+        self._cursors = [
+            LevelCursor(curriculum, own, rank, *one) for own, rank, one in zip(levels, by_name, given, strict=True)
+        ]
+
+    def _pace(self, step: int, weights: FloatArray) -> None:
+        """Tell the sources how often each level is to come in this step. Raises: as `draw`."""
+        curriculum = self.spec.curriculum
+        cursors = [cursor for cursor in self._cursors if isinstance(cursor, LevelCursor)]
+        if curriculum is None:
+            return
+        live = [weight > 0 and not cursor.exhausted for cursor, weight in zip(cursors, weights.tolist(), strict=True)]
+        missing = [cursor.look() for cursor, is_live in zip(cursors, live, strict=True) if is_live]
+        if any(missing):
+            raise NeedBlocks([key for key in missing if key is not None])
+        seen = np.stack([cursor.levels["seen"] for cursor in cursors])
+        shares = curriculum.shares(seen, np.where(live, weights, 0.0), step)
+        for cursor, own in zip(cursors, shares, strict=True):
+            cursor.pace(own)
 
     def _guess(self, pool: _Pool) -> int:
         """Samples that the pool will probably want; it may take less, or more in a next round."""

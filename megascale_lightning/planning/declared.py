@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.costs import CostFunction, TokenCount, fields_of
@@ -36,6 +37,7 @@ class Declared:
     """Outside of a run."""
     weights: Mapping[str, float] | None = None
     """Outside of a run."""
+    curriculum: QuantileSchedule | None = None
     rows: Rows | None = None
     """Outside of a run."""
     costs: tuple[CostFunction, ...] = (TokenCount(),)
@@ -45,8 +47,14 @@ class Declared:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The numbers of a sample that the costs want beside its length."""
-        return tuple(dict.fromkeys(name for cost in self.costs for name in fields_of(cost)))
+        """The numbers of a sample that the costs and the curriculum want beside its length."""
+        curriculum = () if self.curriculum is None or self.curriculum.field == "length" else (self.curriculum.field,)
+        return tuple(dict.fromkeys([*curriculum, *(name for cost in self.costs for name in fields_of(cost))]))
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What the order of samples depends on, as plain values by name; empty where nothing special is declared."""
+        return {} if self.curriculum is None else {"curriculum": self.curriculum.table}
 
     @property
     def cost_names(self) -> str:

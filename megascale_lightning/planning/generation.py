@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from megascale_lightning.streams import StreamSpec, initial_state
 from megascale_lightning.types import LoaderState, MixtureChange, NotYet, PartKey, PlanWindow, StepPlan
 
 __all__ = ["Generation"]
+
+_Place = tuple[int, int, int]
+_PLACE: Final = ["epoch", "window", "part"]
 
 
 class Generation:
@@ -144,7 +148,7 @@ class Generation:
 
     def floor(self) -> Floor:
         """What the oldest state that is held can still ask for."""
-        return Floor(self._states[min(self._states)])
+        return Floor(self._states[min(self._states)], self._states[max(self._states)])
 
     def _advance(self, step: int) -> tuple[StepPlan | None, LoaderState]:
         """The plan of a step and the state after it; (None, ended state) where there is no such step."""
@@ -199,15 +203,32 @@ class Generation:
 
 
 class Floor:
-    """The parts that a state needs: those at or behind its positions, and those of its carry-over."""
+    """The parts that states need: those at or behind the positions of the oldest, and those of its carry-over.
 
-    __slots__ = ("_carried", "_places")
+    Levels of a curriculum that lag behind need what lies between their places in the oldest and in the newest state,
+    and the part that follows; of what is further on, it will be asked for again.
+    """
 
-    def __init__(self, state: LoaderState) -> None:
-        self._places = state.sources[["epoch", "window", "part"]].tolist()
-        self._carried = set(np.unique(state.carry[["source", "epoch", "window", "part"]]).tolist())
+    __slots__ = ("_carried", "_lagging", "_places")
+
+    def __init__(self, oldest: LoaderState, newest: LoaderState) -> None:
+        self._places = oldest.sources[_PLACE].tolist()
+        self._carried = set(np.unique(oldest.carry[["source", *_PLACE]]).tolist())
+        self._lagging: list[set[tuple[_Place, _Place]]] = [set() for _ in self._places]
+        if newest.levels is not None:
+            begin = newest.levels if oldest.levels is None else oldest.levels
+            for lagging, first, last in zip(self._lagging, begin, newest.levels, strict=True):
+                lagging.update(zip(first[_PLACE].tolist(), last[_PLACE].tolist(), strict=True))
 
     def needs(self, key: PartKey) -> bool:
         """Whether a part may be asked for again."""
         place = (key.epoch, key.window, key.part)
-        return place >= self._places[key.source] or (key.source, *place) in self._carried
+        if place >= self._places[key.source] or (key.source, *place) in self._carried:
+            return True
+        return any(first <= place <= last or _follows(last, place) for first, last in self._lagging[key.source])
+
+
+def _follows(one: _Place, other: _Place) -> bool:
+    """Whether the second place may be the next part."""
+    epoch, window, part = one
+    return other in ((epoch, window, part + 1), (epoch, window + 1, 0), (epoch + 1, 0, 0))

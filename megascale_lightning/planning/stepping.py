@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megascale_lightning.errors import EmptySourceError
+from megascale_lightning.errors import ConfigError, EmptySourceError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.buffer import Drawn, SampleBuffer
 from megascale_lightning.planning.declared import Declared
@@ -103,7 +103,13 @@ class _Step:
 
     def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
         """See `StepSource`."""
-        return self._buffer.spec, self._buffer.draw(self._state, self._weights)
+        spec = self._buffer.spec
+        if declared.curriculum != spec.curriculum and spec.name == "train":
+            raise ConfigError(
+                f"mix(): step {self.step} declares curriculum={declared.curriculum!r}, and the run began with "
+                f"{spec.curriculum!r}: say what changes by the step in its schedule, and declare the same at every step"
+            )
+        return spec, self._buffer.draw(self._state, self._weights)
 
 
 def _certify(before: bytes, plan: StepPlan) -> bytes:
@@ -117,4 +123,5 @@ def _certify(before: bytes, plan: StepPlan) -> bytes:
 def _begins_pass(state: LoaderState) -> bool:
     """Whether nothing of this pass was given yet."""
     due = state.sources[(state.sources["weight"] > 0) & (state.sources["epoch"] <= state.passes)]
-    return not len(state.carry) and not any(due[name].any() for name in ("window", "part", "offset"))
+    begun = any(due[name].any() for name in ("window", "part", "offset")) or state.waiting.any()
+    return not len(state.carry) and not begun
