@@ -104,9 +104,9 @@ class SampleBuffer:
         """`before` with the sources where they stand behind the draw made last, and what was left of it."""
         dropped = tuple(dict(cursor.dropped) for cursor in self._cursors)
         checked = tuple(cursor.checked for cursor in self._cursors)
-        levels = [cursor.levels for cursor in self._cursors if isinstance(cursor, LevelCursor)]
         after = replace(before, sources=drawn.sources, dropped=dropped, carry=carry, checked=checked)
-        return replace(after, levels=np.stack(levels)) if levels else after
+        levels = [cursor.levels for cursor in self._cursors if isinstance(cursor, LevelCursor)]
+        return replace(after, levels=np.stack(levels) if levels else None)
 
     def stands_at(self, state: LoaderState) -> None:
         """The cursors are those of this state: it is what the draw made last led to."""
@@ -156,9 +156,9 @@ class SampleBuffer:
     def _pace(self, step: int, weights: FloatArray) -> None:
         """Tell the sources how often each level is to come in this step. Raises: as `draw`."""
         curriculum = self.spec.curriculum
-        cursors = [cursor for cursor in self._cursors if isinstance(cursor, LevelCursor)]
         if curriculum is None:
             return
+        cursors = [cursor for cursor in self._cursors if isinstance(cursor, LevelCursor)]
         live = [weight > 0 and not cursor.exhausted for cursor, weight in zip(cursors, weights.tolist(), strict=True)]
         missing = [cursor.look() for cursor, is_live in zip(cursors, live, strict=True) if is_live]
         if any(missing):

@@ -76,7 +76,7 @@ class Curriculum(Strategy):
     """What is made even: the sum of a "step", or every "microbatch" among the groups."""
 
     def __post_init__(self) -> None:
-        self._declared()
+        object.__setattr__(self, "schedule", self._declared().schedule)
 
     def __call__(self, graph: DGraph) -> DGraph:
         """See `Strategy`."""

@@ -22,6 +22,7 @@ from megascale_lightning import (
     Balanced,
     ClientPlaceTree,
     ConfigError,
+    Curriculum,
     DGraph,
     LossFeedback,
     MegaScaleDataModule,
@@ -220,6 +221,12 @@ class TestParsing:
         config = run(config=settings(**given)).datamodule.config
         assert config.strategy == RoundRobin(TokenCount())
         assert config.shares.unit == "tokens"
+
+    def test_a_curriculum(self) -> None:
+        init = {"field": "length", "schedule": [[0, 8], [100, 32.5]], "cost": "megascale_lightning.TokenCount"}
+        config = run(config=settings(strategy={"class_path": "megascale_lightning.Curriculum", "init_args": init}))
+        expected = Curriculum("length", [(0, 8), (100, 32.5)], cost=TokenCount())
+        assert config.datamodule.config.strategy == expected
 
     def test_a_function_as_strategy(self) -> None:
         config = run(config=settings(strategy=f"{__name__}.dealt")).datamodule.config
