@@ -113,17 +113,17 @@ class SampleBuffer:
         self._state = state
 
     def upcoming(self, state: LoaderState, weights: FloatArray) -> list[PartKey]:
-        """Parts that the next two steps will need as far as can be told, those that are not described yet.
+        """Parts that the next two steps will need as far as can be told, described or not.
 
         Args:
             state: Where the stream stands.
             weights: float64 [sources]: those of weight 0 are not looked into.
         """
         self._take_up(state)
-        keys = []
+        keys: list[PartKey] = []
         for cursor, weight, draws in zip(self._cursors, weights.tolist(), self._draws, strict=True):
             if weight > 0:
-                keys += [key for key in cursor.upcoming(2 * draws + 1) if key not in self._blocks]
+                keys += cursor.upcoming(2 * draws + 1)
         return keys
 
     def _take_up(self, state: LoaderState) -> None:

@@ -36,6 +36,8 @@ class Generation:
         self._plans: dict[int, StepPlan] = {}
         self._changes = {change.step: change.weights for change in changes}
         self._pass: int | None = None
+        self._ahead: list[PartKey] = []
+        """What was wanted last, so that it stays until it is used."""
         self.clients: dict[int, int] = {}
 
     @staticmethod
@@ -142,13 +144,14 @@ class Generation:
         )
 
     def upcoming(self) -> list[PartKey]:
-        """Parts worth describing now, so that the next steps need not wait for them; none of the next pass."""
+        """Parts worth having now, so that the next steps need not wait for them; none of the next pass."""
         newest = self._states[max(self._states)]
-        return [] if self._is_over(newest) else self._planner.upcoming(newest)
+        self._ahead = [] if self._is_over(newest) else self._planner.upcoming(newest)
+        return self._ahead
 
     def floor(self) -> Floor:
         """What the oldest state that is held can still ask for."""
-        return Floor(self._states[min(self._states)], self._states[max(self._states)])
+        return Floor(self._states[min(self._states)], self._states[max(self._states)], self._ahead)
 
     def _advance(self, step: int) -> tuple[StepPlan | None, LoaderState]:
         """The plan of a step and the state after it; (None, ended state) where there is no such step."""
@@ -206,16 +209,18 @@ class Floor:
     """The parts that states need: those at or behind the positions of the oldest, and those of its carry-over.
 
     Levels of a curriculum that lag behind need what lies between their places in the oldest and in the newest state,
-    and the part that follows; of what is further on, it will be asked for again.
+    and what was wanted last.
     """
 
-    __slots__ = ("_carried", "_lagging", "_places")
+    __slots__ = ("_ahead", "_carried", "_lagging", "_places")
 
-    def __init__(self, oldest: LoaderState, newest: LoaderState) -> None:
+    def __init__(self, oldest: LoaderState, newest: LoaderState, ahead: Iterable[PartKey]) -> None:
         self._places = oldest.sources[_PLACE].tolist()
         self._carried = set(np.unique(oldest.carry[["source", *_PLACE]]).tolist())
         self._lagging: list[set[tuple[_Place, _Place]]] = [set() for _ in self._places]
+        self._ahead: set[PartKey] = set()
         if newest.levels is not None:
+            self._ahead.update(ahead)
             begin = newest.levels if oldest.levels is None else oldest.levels
             for lagging, first, last in zip(self._lagging, begin, newest.levels, strict=True):
                 lagging.update(zip(first[_PLACE].tolist(), last[_PLACE].tolist(), strict=True))
@@ -225,10 +230,4 @@ class Floor:
         place = (key.epoch, key.window, key.part)
         if place >= self._places[key.source] or (key.source, *place) in self._carried:
             return True
-        return any(first <= place <= last or _follows(last, place) for first, last in self._lagging[key.source])
-
-
-def _follows(one: _Place, other: _Place) -> bool:
-    """Whether the second place may be the next part."""
-    epoch, window, part = one
-    return other in ((epoch, window, part + 1), (epoch, window + 1, 0), (epoch + 1, 0, 0))
+        return key in self._ahead or any(first <= place <= last for first, last in self._lagging[key.source])

@@ -63,7 +63,7 @@ class StepPlanner:
         return plan, after
 
     def upcoming(self, state: LoaderState) -> list[PartKey]:
-        """Parts that the next two steps will need as far as can be told, those that are not described yet.
+        """Parts that the next two steps will need as far as can be told, described or not.
 
         A source that joins in one of the steps to come is looked into before.
         """

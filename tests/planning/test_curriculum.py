@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.dgraph import DGraph
 from megascale_lightning.planning.strategies import Curriculum, declared_by
 from megascale_lightning.rows import PaddedRows
-from megascale_lightning.types import PIECE, MetaBlock
+from megascale_lightning.types import PIECE, Call, MetaBlock, PartKey
 from tests.planning.fakes import Drive, FakeData, rows_of
 
 SIZES = [1, 7, 100, 333]
@@ -138,6 +139,14 @@ class TestTheQuantile:
         assert 0 < (lengths > 12_000).mean() < 16 * share < 0.1
         assert len(data.described) * 500 < 12 * len(lengths)
 
+    def test_what_has_come_to_an_end_is_not_looked_for_without_end(self):
+        data = LongTails([200_000], part=100, window=400)
+        data.lengths[0][:] = 100
+        data.lengths[0][:400:10] = 2000  # in the first window only
+        drive = Drive(data, spec_of(data, QuantileSchedule("length", [(0, 1000)]), rows=20, padded=True))
+        assert (lengths_of(drive.run(26)) == 2000).sum() == 40, "or else none is looked for"
+        assert len(data.described) < 200
+
 
 class TestExactlyOnce:
     @pytest.mark.parametrize("padded", [False, True])
@@ -241,6 +250,17 @@ class TestTheOrder:
             changes = {"groups": groups, "num_microbatches": -(-12 // (2 * groups))}
             assert certificates(1, strategy=strategy, **changes) == plain
 
+    def test_it_is_the_same_however_much_is_described_ahead(self):
+        def plans(ahead):
+            data = FakeData([200, 300], longest=60)
+            drive = Drive(data, spec_of(data, SHORT, padded=True, rows=12))
+            for source, window, part in product((0, 1), range(5), range(3)) if ahead else ():
+                key = PartKey("train", source, 0, window, part)
+                drive.planner.answered(Call("loader/0", "describe", (key,)), data.describe(key))
+            return [rows_of(plan) for plan in drive.run(12)]
+
+        assert plans(ahead=True) == plans(ahead=False)
+
     @pytest.mark.parametrize("padded", [False, True])
     def test_a_state_saved_as_json_goes_on_with_the_very_next_step(self, padded):
         data = FakeData([30, 40, 60], longest=150, drop_every=7)
@@ -272,6 +292,21 @@ class TestTheOrder:
         assert opened - behind > 200, "or else nothing lags behind"
         assert most < 60
         assert set(drive.released) < set(data.described)
+        assert max(Counter(data.described).values()) < drive.spec.curriculum.num_levels + 6, "read by each level once"
+
+    def test_parts_of_planned_steps_are_kept_until_they_are_consumed(self):
+        data = LongTails([100_000], window=400, part=100)
+        drive = Drive(data, spec_of(data, QuantileSchedule("length", [(0, 300), (200, 2000)]), rows=200, padded=True))
+        drive.run(60)
+        window = drive.window(4)
+        drive.released.clear()
+        for done in (1, 2, 3):
+            drive.planner.consumed("train", "g", {0: drive.step + done - 1})
+            drive.serve()
+            to_come = np.concatenate([plan.pieces for plan in window.steps[done:]])
+            places = to_come[["source", "epoch", "window", "part"]].tolist()
+            assert not {PartKey("train", *place) for place in places} & set(drive.released)
+        assert drive.released
 
     def test_the_state_is_small(self):
         data = LongTails([4000] * 306, medians=(400,) * 306, part=200, window=400)
