@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from megascale_lightning.config import LoaderConfig, Mixture
+from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.errors import (
     ConfigError,
     CorruptDataError,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
         ViTCost,
     )
     from megascale_lightning.planning.dgraph import DGraph
-    from megascale_lightning.planning.strategies import Balanced, HybridVLM, LongShort, RoundRobin
+    from megascale_lightning.planning.strategies import Balanced, Curriculum, HybridVLM, LongShort, RoundRobin
 
 __all__ = [
     "AttentionCost",
@@ -64,6 +65,7 @@ __all__ = [
     "CorruptDataError",
     "CostCalibrator",
     "CostOf",
+    "Curriculum",
     "DGraph",
     "DataError",
     "EmptySourceError",
@@ -82,6 +84,7 @@ __all__ = [
     "NotOpenError",
     "PackedRows",
     "PaddedRows",
+    "QuantileSchedule",
     "RayUnreachableError",
     "ReplayError",
     "RoleMissingError",
@@ -108,6 +111,7 @@ _LAZY: Final = MappingProxyType(
         "ClientPlaceTree": "places.tree",
         "CostCalibrator": "planning.calibration",
         "CostOf": "planning.costs",
+        "Curriculum": "planning.strategies",
         "DGraph": "planning.dgraph",
         "HybridVLM": "planning.strategies",
         "LongShort": "planning.strategies",

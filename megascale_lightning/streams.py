@@ -9,19 +9,22 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.mixtures import WeightSchedule
 from megascale_lightning.rows import Rows
 from megascale_lightning.types import (
+    LEVEL_STATE,
     ORDER_VERSION,
     PIECE,
     SOURCE_STATE,
     Change,
     FloatArray,
+    IntArray,
     LoaderState,
     MixtureChange,
 )
 
-__all__ = ["SourceSpec", "StreamSpec", "initial_state", "weights_by_step"]
+__all__ = ["SourceSpec", "StreamSpec", "initial_levels", "initial_state", "weights_by_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,8 @@ class StreamSpec:
     """What the strategy declares of the order of samples, as checkpoints name it (`Declared.order`)."""
     broadcast: tuple[str, ...] = ()
     """Axes along which, as the strategy declares, only the first place fetches (`ClientPlaceTree.fetchers`)."""
+    curriculum: QuantileSchedule | None = None
+    """What the strategy declares with `mix`."""
 
     def weights_at(self, step: int, state: LoaderState, changes: Mapping[int, FloatArray]) -> FloatArray:
         """float64 [num_sources]: the weights that govern the draws of a step.
@@ -115,6 +120,7 @@ class StreamSpec:
             whole = max(source.epochs - int(state.sources["epoch"][index]), 0)
             # A source that began anew counts from there: what is left lies in the epochs that are.
             left = min(max(source.epochs * source.num_records - passed, 0), whole * source.num_records)
+            left += int(state.waiting[index])
             if left:
                 found[index] = left
         return found
@@ -138,3 +144,11 @@ def initial_state(spec: StreamSpec) -> LoaderState:
 def weights_by_step(changes: Iterable[Change]) -> dict[int, FloatArray]:
     """Of changes those of the mixture: the first step that they govern -> weights, float64 [num_sources]."""
     return {change.step: change.weights for change in changes if isinstance(change, MixtureChange)}
+
+
+def initial_levels(sources: IntArray, num_levels: int) -> IntArray:
+    """LEVEL_STATE [sources, num_levels]: nothing was opened yet of sources that stand there, SOURCE_STATE [sources]."""
+    levels = np.zeros((len(sources), num_levels), LEVEL_STATE)
+    for name in ("epoch", "window", "part"):
+        levels[name] = sources[name][:, None]
+    return levels

@@ -15,6 +15,7 @@ import numpy.typing as npt
 __all__ = [
     "BAD_REASONS",
     "IGNORED_LABEL",
+    "LEVEL_STATE",
     "ORDER_VERSION",
     "PIECE",
     "SOURCE_STATE",
@@ -75,6 +76,18 @@ SOURCE_STATE: Final = np.dtype(
         ("share", "<f8"),  # e_i: what the source owes
         ("given", "<f8"),  # g_i: what it gave
         ("weight", "<f8"),  # w_i in force, not normalised
+    ]
+)
+
+
+LEVEL_STATE: Final = np.dtype(
+    [
+        ("epoch", "<i4"),  # the part in which the level goes on
+        ("window", "<i4"),
+        ("part", "<i4"),
+        ("offset", "<i4"),  # samples of the level that are done with in that part
+        ("seen", "<i8"),  # samples of the level in the parts that were opened
+        ("drawn", "<i8"),  # those that were given; the others wait
     ]
 )
 
@@ -214,6 +227,16 @@ class LoaderState:
     """A change of the mixture took the place of the declared weights, and of their schedule."""
     costs: tuple[Mapping[str, float], ...] = ()
     """What a change put in the place of the declared costs, as in `CostChange`; empty: nothing."""
+    levels: IntArray | None = None
+    """LEVEL_STATE [num_sources, levels] of a curriculum: `sources` then says which part each opens next."""
+
+    @property
+    def waiting(self) -> IntArray:
+        """int64 [num_sources]: samples that a curriculum has passed over so far."""
+        if self.levels is None:
+            return np.zeros(len(self.sources), np.int64)
+        found: IntArray = (self.levels["seen"] - self.levels["drawn"]).sum(axis=1)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

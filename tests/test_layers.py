@@ -18,7 +18,7 @@ LAYERS = (
     {"errors", "version", "writing"},
     {"types"},
     {"places", "sources", "rows"},
-    {"config", "mixtures", "streams"},
+    {"config", "curriculum", "mixtures", "streams"},
     {"planning", "loading", "constructing", "scaling", "checkpointing"},
     {"runtime"},
     {"client"},

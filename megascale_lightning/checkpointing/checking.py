@@ -10,7 +10,7 @@ import numpy as np
 
 from megascale_lightning.checkpointing.packing import unpack_array, unpack_records
 from megascale_lightning.errors import StateError
-from megascale_lightning.types import PIECE
+from megascale_lightning.types import LEVEL_STATE, PIECE
 
 __all__ = ["check_saved", "is_whole"]
 
@@ -56,6 +56,8 @@ def _problems(saved: Mapping[str, Any]) -> Iterator[str]:
     yield from _carry_problems(saved["carry"], len(saved["sources"]))
     if "costs" in saved:
         yield from _cost_problems(saved["costs"])
+    if "levels" in saved:
+        yield from _level_problems(saved["levels"], len(saved["sources"]))
     for source, digest in saved.get("files", {}).items():
         if not isinstance(digest, str):
             yield f"files.{source} must be a text, not {digest!r}"
@@ -141,6 +143,22 @@ def _carry_problems(carry: Mapping[str, Any], num_sources: int) -> Iterator[str]
             wrong |= pieces[field] >= num_sources
         if wrong.any():
             yield f"carry.packed holds a piece whose {field} is {pieces[field][wrong][0]}"
+
+
+def _level_problems(levels: Any, num_sources: int) -> Iterator[str]:
+    if not isinstance(levels, Mapping) or not is_whole(levels.get("count"), 2):
+        yield f"levels must be a mapping with the count of them, at least 2, not {levels!r}"
+        return
+    try:
+        places = unpack_records(levels.get("packed", ""), LEVEL_STATE, levels["count"] * num_sources)
+    except StateError:
+        yield f"levels.packed are no packed places, levels.count={levels['count']} of them for each source"
+        return
+    for field in LEVEL_STATE.names or ():
+        if (places[field] < 0).any():
+            yield f"levels.packed holds a place whose {field} is {places[field].min()}"
+    if (places["drawn"] > places["seen"]).any():
+        yield "levels.packed holds a level that gave more samples than were seen of it"
 
 
 def _whole(fields: Mapping[str, Any], field: str, name: str, most: int | None = _MOST) -> Iterator[str]:

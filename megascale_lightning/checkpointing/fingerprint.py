@@ -40,6 +40,7 @@ _POSITIONS: Final = (
     "rows.seq_len",
     "rows.max_len",
     "rows.targets",
+    "strategy.mix.curriculum",
 )
 """Settings that give every position of every source another meaning; `files.*` and `sources.*` do so for one source."""
 
@@ -55,6 +56,7 @@ _CONSEQUENCES: Final = {
     "rows.pack_ahead": "rows are packed differently from here on",
     "sources": "the source may give other samples: it begins its epoch anew",
     "mixture_unit": "shares are counted differently",
+    "strategy.mix.curriculum": "another order: every source begins its epoch anew",
     "mixture_stop": "the end of the stream differs",
     "last_step": "the end of the stream differs",
     "strategy": "rows hold other samples from here on",

@@ -12,7 +12,9 @@ from megascale_lightning.checkpointing.checking import check_saved
 from megascale_lightning.checkpointing.migrations import STATE_VERSION, migrate
 from megascale_lightning.checkpointing.packing import pack_array, pack_records, unpack_array, unpack_records
 from megascale_lightning.errors import StateError
+from megascale_lightning.streams import initial_levels
 from megascale_lightning.types import (
+    LEVEL_STATE,
     ORDER_VERSION,
     PIECE,
     SOURCE_STATE,
@@ -59,6 +61,7 @@ def to_json(state: LoaderState, names: Sequence[str]) -> dict[str, Any]:
     by_name = np.argsort(names, kind="stable")
     cost_changes = [[change.step, _plain(change.costs)] for change in state.changes if isinstance(change, CostChange)]
     costs = {"now": _plain(state.costs), "changes": cost_changes}
+    levels = {} if state.levels is None else {"levels": _levels_to_json(state.levels[by_name])}
     return {
         "version": STATE_VERSION,
         "order_version": ORDER_VERSION,
@@ -67,6 +70,7 @@ def to_json(state: LoaderState, names: Sequence[str]) -> dict[str, Any]:
         "pass": state.passes,
         "sources": sources,
         "carry": _carry_to_json(state.carry, by_name),
+        **levels,
         "mixture": {
             "weights": pack_weights(state.sources["weight"], names),
             "changes": [
@@ -126,6 +130,7 @@ def from_json(saved: Mapping[str, Any], names: Sequence[str], *, sources_may_dif
             changes=tuple(sorted(changes, key=change_key)),
             replaced=saved["mixture"]["replaced"],
             costs=tuple(costs["now"]),
+            levels=_levels_from_json(saved["levels"], known, names, sources) if "levels" in saved else None,
         )
     except StateError:
         raise
@@ -153,7 +158,9 @@ def readable(saved: Mapping[str, Any]) -> dict[str, Any]:
     for entry in ("weights", "declared"):
         if mixture.get(entry) is not None:
             mixture[entry] = weights_by_name(saved, entry)
-    return {**saved, "mixture": {**mixture, "changes": changes}, "carry": f"{saved['carry']['count']} pieces"}
+    levels = {"levels": f"{saved['levels']['count']} a source"} if "levels" in saved else {}
+    carry = f"{saved['carry']['count']} pieces"
+    return {**saved, "mixture": {**mixture, "changes": changes}, "carry": carry, **levels}
 
 
 def restart(state: LoaderState, sources: Collection[int]) -> LoaderState:
@@ -166,10 +173,20 @@ def restart(state: LoaderState, sources: Collection[int]) -> LoaderState:
         carried = int((state.carry["source"] == index).sum())
         if carried:
             dropped[index]["forced_resume"] = dropped[index].get("forced_resume", 0) + carried
+    levels = state.levels
+    if levels is not None:
+        anew = list(sources)
+        # Samples wait in the epochs before, too: better some twice than some never.
+        positions["epoch"][anew] = levels["epoch"][anew].min(axis=1)
+        levels = levels.copy()
+        levels[anew] = initial_levels(positions, levels.shape[1])[anew]
+        if len(anew) == len(positions):
+            levels = None  # those of another curriculum mean nothing
     kept = ~np.isin(state.carry["source"], list(sources))
     # Other data, or other settings: what was bad before says nothing about them.
     checked = tuple((0, 0) if index in sources else counts for index, counts in enumerate(state.checked))
-    return replace(state, sources=positions, dropped=tuple(dropped), carry=state.carry[kept], checked=checked)
+    state = replace(state, sources=positions, dropped=tuple(dropped), carry=state.carry[kept], checked=checked)
+    return replace(state, levels=levels)
 
 
 def _plain(costs: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
@@ -206,6 +223,25 @@ def _carry_from_json(saved: Mapping[str, Any], known: Sequence[str], names: Sequ
     index_of = np.array([ours.get(name, -1) for name in known], np.int32)
     carry["source"] = index_of[carry["source"]]
     return carry[carry["source"] >= 0]
+
+
+def _levels_to_json(levels: IntArray) -> dict[str, Any]:
+    """Of LEVEL_STATE [sources by name, levels]."""
+    return {"count": levels.shape[1], "packed": pack_records(levels.ravel())}
+
+
+def _levels_from_json(
+    saved: Mapping[str, Any], known: Sequence[str], names: Sequence[str], sources: IntArray
+) -> IntArray:
+    """The levels of our sources; one that is new begins where it stands."""
+    count = int(saved["count"])
+    packed = unpack_records(saved["packed"], LEVEL_STATE, len(known) * count)
+    by_name = dict(zip(known, packed.reshape(len(known), count), strict=True))
+    levels = initial_levels(sources, count)
+    for index, name in enumerate(names):
+        if name in by_name:
+            levels[index] = by_name[name]
+    return levels
 
 
 def _weights_of(saved: FloatArray, known: Sequence[str], names: Sequence[str]) -> FloatArray:

@@ -133,8 +133,8 @@ class DryRun:
 
     def _move_to(self, state: LoaderState) -> None:
         self.state = state
-        for records, place in zip(self.records, state.sources, strict=True):
-            records.move_to(place)
+        for records, place, waiting in zip(self.records, state.sources, state.waiting.tolist(), strict=True):
+            records.move_to(place, waiting)
 
     def _plan(self, generation: str, step: int) -> tuple[PlanWindow, float]:
         """The window of one step, or of none behind the end; and the seconds that the planner took for it."""
@@ -186,21 +186,28 @@ class SourceRecords:
         self._parts: dict[tuple[int, int, int], npt.NDArray[np.bool_]] = {}
         self._found: dict[int, int] = {}
         self._whole: dict[int, int] = {}
+        self._read: set[tuple[int, int, int]] = set()
         self._place = (0, 0, 0)
         self._passed = 0
         self._offset = 0
+        self._waiting = 0
 
     def described(self, meta: MetaBlock) -> None:
-        """A part was read."""
+        """A part was read; a curriculum may have it read again."""
         epoch = meta.key.epoch
-        self._parts[epoch, meta.key.window, meta.key.part] = meta.first
+        place = (epoch, meta.key.window, meta.key.part)
+        if place in self._read:
+            return
+        self._read.add(place)
+        self._parts[place] = meta.first
         self._found[epoch] = self._found.get(epoch, 0) + int(meta.first.sum())
         self._whole[epoch] = self._whole.get(epoch, 0) + meta.last_in_window
         if self._whole[epoch] == self._num_windows:
             self.num_records = self._found[epoch]
 
-    def move_to(self, place: np.void) -> None:
-        """The stream stands there now: SOURCE_STATE."""
+    def move_to(self, place: np.void, waiting: int) -> None:
+        """The stream stands there now, SOURCE_STATE; samples before it that a curriculum has passed over."""
+        self._waiting = waiting
         at = (int(place["epoch"]), int(place["window"]), int(place["part"]))
         if at[0] > self._place[0]:
             self._passed = 0
@@ -216,11 +223,14 @@ class SourceRecords:
 
     @property
     def epochs(self) -> float:
-        """Epochs that are done with the part of the running one; at least so many where `is_exact` is False."""
+        """Epochs that are done with the part of the running one; at least so many where `is_exact` is False.
+
+        What a curriculum has passed over is not done; where records are not known, windows that were opened count.
+        """
         if self.is_exact:
             begun = self._parts.get(self._place)
             passed = self._passed + (0 if begun is None else int(begun[: self._offset].sum()))
-            return self.epoch + passed / max(self.num_records, 1)
+            return self.epoch + (passed - self._waiting) / max(self.num_records, 1)
         return self.epoch + self._place[1] / max(self._num_windows, 1)
 
     @property

@@ -60,7 +60,7 @@ class PlanFigures:
             self._lengths[length] = self._lengths.get(length, 0) + count
         for index, source in enumerate(self._spec.sources):
             limit = None if self._spec.passes else source.epochs
-            if limit is not None and int(step.after.sources[index]["epoch"]) >= limit:
+            if limit is not None and int(step.after.sources[index]["epoch"]) >= limit and not step.after.waiting[index]:
                 self._ended.setdefault(index, plan.step + 1)
 
     def result(self) -> dict[str, Any]:

@@ -109,4 +109,5 @@ def _own(state: LoaderState) -> LoaderState:
         replace(change, weights=change.weights.copy()) if isinstance(change, MixtureChange) else change
         for change in state.changes
     )
-    return replace(state, sources=state.sources.copy(), carry=state.carry.copy(), changes=changes)
+    levels = None if state.levels is None else state.levels.copy()
+    return replace(state, sources=state.sources.copy(), carry=state.carry.copy(), changes=changes, levels=levels)

@@ -9,6 +9,7 @@ import numpy as np
 
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.loading.finding import Found, RecordFinder
+from megascale_lightning.planning.blocks import Block
 from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import LoaderState
 
@@ -61,8 +62,9 @@ def life_of(
         return SampleLife("ahead")
     found = finder.find(epoch, unit, row)
     carried = [_is_carried(known, source, epoch, unit, row, piece) for known in states]
-    given = [_is_drawn(known, source, epoch, found) and not waits for known, waits in zip(states, carried, strict=True)]
-    if not _is_drawn(states[-1], source, epoch, found):
+    drawn = [_is_drawn(spec, known, source, found) for known in states]
+    given = [is_drawn and not waits for is_drawn, waits in zip(drawn, carried, strict=True)]
+    if not drawn[-1]:
         return SampleLife("ahead")
     if found.reason:
         return SampleLife("dropped", reason=found.reason)
@@ -76,11 +78,24 @@ def life_of(
     return SampleLife("delivered", before if after == before + 1 else -1)
 
 
-def _is_drawn(state: LoaderState, source: int, epoch: int, found: Found) -> bool:
-    """Whether the source has passed the record."""
-    stands = state.sources[source]
-    here = (epoch, found.window, found.part, found.entry)
-    return here < tuple(int(stands[name]) for name in ("epoch", "window", "part", "offset"))
+def _is_drawn(spec: StreamSpec, state: LoaderState, source: int, found: Found) -> bool:
+    """Whether the source has passed the record, or with a curriculum its level has."""
+    part = found.meta.key.epoch, found.window, found.part
+    is_passed = (*part, found.entry) < _place(state.sources[source])
+    if not is_passed or state.levels is None or found.reason:
+        return is_passed
+    assert spec.curriculum is not None
+    block = Block(found.meta)
+    sample = int(np.searchsorted(block.first_entries, found.entry, "right")) - 1
+    for samples, stands in zip(block.levels(spec.curriculum), state.levels[source], strict=True):
+        at = int(np.searchsorted(samples, sample))
+        if at < len(samples) and samples[at] == sample:
+            return (*part, at) < _place(stands)
+    return is_passed
+
+
+def _place(stands: np.void) -> tuple[int, ...]:
+    return tuple(int(stands[name]) for name in ("epoch", "window", "part", "offset"))
 
 
 def _is_carried(state: LoaderState, source: int, epoch: int, unit: int, row: int, piece: Sequence[int]) -> bool:

@@ -149,8 +149,8 @@ def resolve_streams(
     metadata = declared.fields
     if metadata and isinstance(config.rows, CollatedRows):
         raise ConfigError(
-            f"strategy: its cost wants {list(metadata)} of each sample, which are read of packed and padded rows only: "
-            "take a cost by length, and let length= of the sources say what a sample costs"
+            f"strategy: it wants {list(metadata)} of each sample, which are read of packed and padded rows only: take "
+            "a cost or curriculum by length, and let length= of the sources say what a sample costs"
         )
     if declared.even is not None and not isinstance(config.rows, PackedRows):
         raise ConfigError(
@@ -184,8 +184,9 @@ def resolve_streams(
             schedule=config.schedule_of(stream),
             stop=_stop(config) if training else "all",
             metadata=metadata,
-            order=declared.order,
+            order=(declared if training else replace(declared, curriculum=None)).order,
             broadcast=declared.broadcast,
+            curriculum=declared.curriculum if training else None,
         )
     return found
 

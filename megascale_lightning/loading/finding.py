@@ -16,7 +16,7 @@ from megascale_lightning.loading.tokenmaker import TokenMaker
 from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.sources.order import num_windows, window_parts, window_units_of
 from megascale_lightning.sources.stores.filepool import FilePool
-from megascale_lightning.types import PartKey
+from megascale_lightning.types import MetaBlock, PartKey
 
 __all__ = ["Found", "RecordFinder"]
 
@@ -30,6 +30,8 @@ class Found(NamedTuple):
     """Of its first piece."""
     reason: str
     """Why it is left out; empty: it is not."""
+    meta: MetaBlock
+    """The part as the planner knows it."""
 
 
 class RecordFinder:
@@ -101,7 +103,7 @@ class RecordFinder:
                 here = np.flatnonzero((meta.pieces["unit"] == unit) & (meta.pieces["row"] == row))
                 if here.size:
                     code = int(meta.reason[here[0]])
-                    return Found(window, part, int(here[0]), "" if code == TRUNCATED else meta.reasons[code])
+                    return Found(window, part, int(here[0]), "" if code == TRUNCATED else meta.reasons[code], meta)
                 if self._loaded.manifest.sliced and meta.last_in_window:
                     break
         finally:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.types import FloatArray, IntArray, MetaBlock, PartKey
 
 __all__ = ["Block", "BlockStore", "NeedBlocks"]
@@ -39,6 +40,7 @@ class Block:
     __slots__ = (
         "_counted",
         "_firsts",
+        "_levels",
         "_reasons",
         "ends",
         "joined",
@@ -66,6 +68,7 @@ class Block:
         counted = np.where(meta.first, meta.reason, 0)
         self._counted = counted if counted.any() else None
         self._reasons = meta.reasons
+        self._levels: list[IntArray] | None = None
         self._firsts = None if meta.first.all() else np.concatenate([[0], np.cumsum(meta.first)])
 
     def find(self, offset: int) -> int:
@@ -84,6 +87,35 @@ class Block:
     def num_samples(self) -> int:
         """Kept ones."""
         return len(self.pieces) if self.samples is None else len(self.samples) - 1
+
+    @property
+    def first_entries(self) -> IntArray:
+        """int64 [samples]: where in the part each sample begins."""
+        first = np.arange(len(self.pieces)) if self.samples is None else self.samples[:-1]
+        found: IntArray = self.ends[first] - 1
+        return found
+
+    def levels(self, curriculum: QuantileSchedule) -> list[IntArray]:
+        """For each level its samples, int64 [n], in order; a stream has one curriculum."""
+        if self._levels is None:
+            if curriculum.field != "length":
+                numbers = self.metadata[curriculum.field][self.first_entries]
+            elif self.samples is None or not self.num_samples:
+                numbers = self.lengths
+            else:
+                numbers = np.add.reduceat(self.lengths, self.samples[:-1], dtype=np.int64)
+            levels = curriculum.levels_of(numbers)
+            counts = np.bincount(levels, minlength=curriculum.num_levels)
+            self._levels = np.split(np.argsort(levels, kind="stable"), np.cumsum(counts)[:-1])
+        return self._levels
+
+    def pieces_of(self, samples: IntArray) -> tuple[IntArray, IntArray]:
+        """PIECE [n] of these samples, int64 [samples], one after another; int64 [samples]: how many each has."""
+        if self.samples is None:
+            return self.pieces[samples], np.ones(len(samples), np.int64)
+        first = self.samples[samples]
+        counts = self.samples[samples + 1] - first
+        return self.pieces[np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)], counts
 
     def count(self, start: int, stop: int) -> dict[str, int]:
         """Reason -> samples, of the entries [start, stop)."""

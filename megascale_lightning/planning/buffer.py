@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from megascale_lightning.planning.blocks import BlockStore, NeedBlocks
 from megascale_lightning.planning.cursors import Ahead, SourceCursor
+from megascale_lightning.planning.levels import LevelCursor
 from megascale_lightning.planning.mixture import DeadlineMixer, grouping
 from megascale_lightning.rows import PackedRows
-from megascale_lightning.streams import StreamSpec
+from megascale_lightning.streams import StreamSpec, initial_levels
 from megascale_lightning.types import (
     PIECE,
     SOURCE_STATE,
@@ -79,6 +80,7 @@ class SampleBuffer:
         self._take_up(state)
         self._state = None  # until it is known to have gone well: the cursors move
         cursors = self._cursors
+        self._pace(state.step, weights)
         mixer = DeadlineMixer(
             [source.name for source in self.spec.sources],
             weights.tolist(),
@@ -116,32 +118,35 @@ class SampleBuffer:
         """`before` with the sources where they stand behind the draw made last, and what was left of it."""
         dropped = tuple(dict(cursor.dropped) for cursor in self._cursors)
         checked = tuple(cursor.checked for cursor in self._cursors)
-        return replace(before, sources=drawn.sources, dropped=dropped, carry=carry, checked=checked)
+        after = replace(before, sources=drawn.sources, dropped=dropped, carry=carry, checked=checked)
+        levels = [cursor.levels for cursor in self._cursors if isinstance(cursor, LevelCursor)]
+        return replace(after, levels=np.stack(levels) if levels else None)
 
     def stands_at(self, state: LoaderState) -> None:
         """The cursors are those of this state: it is what the draw made last led to."""
         self._state = state
 
     def upcoming(self, state: LoaderState, weights: FloatArray) -> list[PartKey]:
-        """Parts that the next two steps will need as far as can be told, those that are not described yet.
+        """Parts that the next two steps will need as far as can be told, described or not.
 
         Args:
             state: Where the stream stands.
             weights: float64 [sources]: those of weight 0 are not looked into.
         """
         self._take_up(state)
-        keys = []
+        keys: list[PartKey] = []
         for cursor, weight, draws in zip(self._cursors, weights.tolist(), self._draws, strict=True):
             if weight > 0:
-                keys += [key for key in cursor.upcoming(2 * draws + 1) if key not in self._blocks]
+                keys += cursor.upcoming(2 * draws + 1)
         return keys
 
     def _take_up(self, state: LoaderState) -> None:
         if self._state is state:
             return
         self._state = state
-        self._cursors = [
-            SourceCursor(
+        curriculum, sources = self.spec.curriculum, self.spec.sources
+        given = [
+            (
                 self.spec.name,
                 index,
                 source,
@@ -151,8 +156,31 @@ class SampleBuffer:
                 state.checked[index] if state.checked else (0, 0),
                 state.passes + 1 if self.spec.passes else source.epochs,
             )
-            for index, source in enumerate(self.spec.sources)
+            for index, source in enumerate(sources)
         ]
+        if curriculum is None:
+            self._cursors = [SourceCursor(*one) for one in given]
+            return
+        levels = initial_levels(state.sources, curriculum.num_levels) if state.levels is None else state.levels
+        by_name = np.argsort(np.argsort([source.name for source in sources], kind="stable")).tolist()
+        self._cursors = [
+            LevelCursor(curriculum, own, rank, *one) for own, rank, one in zip(levels, by_name, given, strict=True)
+        ]
+
+    def _pace(self, step: int, weights: FloatArray) -> None:
+        """Tell the sources how often each level is to come in this step. Raises: as `draw`."""
+        curriculum = self.spec.curriculum
+        if curriculum is None:
+            return
+        cursors = [cursor for cursor in self._cursors if isinstance(cursor, LevelCursor)]
+        live = [weight > 0 and not cursor.exhausted for cursor, weight in zip(cursors, weights.tolist(), strict=True)]
+        missing = [cursor.look() for cursor, is_live in zip(cursors, live, strict=True) if is_live]
+        if any(missing):
+            raise NeedBlocks([key for key in missing if key is not None])
+        seen = np.stack([cursor.levels["seen"] for cursor in cursors])
+        shares = curriculum.shares(seen, np.where(live, weights, 0.0), step)
+        for cursor, own in zip(cursors, shares, strict=True):
+            cursor.pace(own)
 
     def _guess(self, pool: _Pool) -> int:
         """Samples that the pool will probably want; it may take less, or more in a next round."""

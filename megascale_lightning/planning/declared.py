@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.axes import Axis
 from megascale_lightning.places.tree import ClientPlaceTree
@@ -39,6 +40,7 @@ class Declared:
     """Outside of a run."""
     weights: Mapping[str, float] | None = None
     """Outside of a run."""
+    curriculum: QuantileSchedule | None = None
     rows: Rows | None = None
     """Outside of a run."""
     even: CostFunction | None = None
@@ -56,10 +58,11 @@ class Declared:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The numbers of a sample that are wanted beside its length, by the costs or to look at."""
+        """The numbers of a sample that are wanted beside its length: by the curriculum, by costs, or to look at."""
+        curriculum = () if self.curriculum is None or self.curriculum.field == "length" else (self.curriculum.field,)
         costs = self.costs if self.even is None else (*self.costs, self.even)
-        named = [name for cost in costs for name in fields_of(cost)]
-        return tuple(dict.fromkeys([*named, *([] if self.selected is None else [self.selected])]))
+        selected = () if self.selected is None else (self.selected,)
+        return tuple(dict.fromkeys([*curriculum, *(name for cost in costs for name in fields_of(cost)), *selected]))
 
     @property
     def order(self) -> dict[str, Any]:
@@ -68,7 +71,8 @@ class Declared:
         Raises:
             ConfigError: One cannot be recognised at a resume.
         """
-        return {} if self.even is None else {"pack.even": signature("pack(even=...)", self.even)}
+        mixed = {} if self.curriculum is None else {"mix.curriculum": self.curriculum.table}
+        return mixed if self.even is None else {**mixed, "pack.even": signature("pack(even=...)", self.even)}
 
     def check_buckets(self, num_groups: int) -> None:
         """Refuse buckets that so many data-parallel groups do not make.

@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_args
 
 import numpy as np
 
+from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.axes import AXES
 from megascale_lightning.places.tree import ClientPlaceTree, check_broadcast
@@ -100,19 +101,26 @@ class DGraph:
             )
         return self._declare("init", tree=tree, global_batch_size=global_batch_size)
 
-    def mix(self, weights: Mapping[str, float] | None = None) -> DGraph:
+    def mix(self, weights: Mapping[str, float] | None = None, *, curriculum: QuantileSchedule | None = None) -> DGraph:
         """Draw samples from the sources in proportion to their weights, earliest deadline first.
 
         Args:
             weights: Source -> weight; None: equal ones. In a run the mixture is the config's, with its schedule and
                 `set_mixture`, so that it is in the state.
+            curriculum: Which of their samples the sources give first; None: in their order. A run has one for all of
+                its steps; evaluations have none.
         """
+        if curriculum is not None and not isinstance(curriculum, QuantileSchedule):
+            raise ConfigError(
+                'mix(): curriculum must be a QuantileSchedule, such as QuantileSchedule("length", [(0, 512), '
+                f"(1000, 4096)]), not {curriculum!r}"
+            )
         if weights is not None and self._source.in_run:
             raise ConfigError(
                 "mix(): the weights of a run are those of its config, so that they are saved with its state: set "
                 "Source(weight=...) or mixture=, and call mix() without weights"
             )
-        return self._declare("mix", weights=None if weights is None else dict(weights))
+        return self._declare("mix", weights=None if weights is None else dict(weights), curriculum=curriculum)
 
     def pack(self, rows: Rows | None = None, *, even: CostFunction | None = None) -> DGraph:
         """Put the drawn samples into rows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from megascale_lightning.types import (
 
 __all__ = ["Generation"]
 
+_Place = tuple[int, int, int]
+_PLACE: Final = ["epoch", "window", "part"]
+
 
 class Generation:
     """Plans forward from the states that its clients opened it with, and keeps what lies above the lowest watermark.
@@ -41,6 +45,8 @@ class Generation:
         self._plans: dict[int, StepPlan] = {}
         self._changes = {change_key(change): change for change in changes}
         self._pass: int | None = None
+        self._ahead: list[PartKey] = []
+        """What was wanted last, so that it stays until it is used."""
         self.clients: dict[int, int] = {}
 
     @staticmethod
@@ -147,13 +153,14 @@ class Generation:
         )
 
     def upcoming(self) -> list[PartKey]:
-        """Parts worth describing now, so that the next steps need not wait for them; none of the next pass."""
+        """Parts worth having now, so that the next steps need not wait for them; none of the next pass."""
         newest = self._states[max(self._states)]
-        return [] if self._is_over(newest) else self._planner.upcoming(newest)
+        self._ahead = [] if self._is_over(newest) else self._planner.upcoming(newest)
+        return self._ahead
 
     def floor(self) -> Floor:
         """What the oldest state that is held can still ask for."""
-        return Floor(self._states[min(self._states)])
+        return Floor(self._states[min(self._states)], self._states[max(self._states)], self._ahead)
 
     def _advance(self, step: int) -> tuple[StepPlan | None, LoaderState]:
         """The plan of a step and the state after it; (None, ended state) where there is no such step."""
@@ -208,15 +215,28 @@ class Generation:
 
 
 class Floor:
-    """The parts that a state needs: those at or behind its positions, and those of its carry-over."""
+    """The parts that states need: those at or behind the positions of the oldest, and those of its carry-over.
 
-    __slots__ = ("_carried", "_places")
+    Levels of a curriculum that lag behind need what lies between their places in the oldest and in the newest state,
+    and what was wanted last.
+    """
 
-    def __init__(self, state: LoaderState) -> None:
-        self._places = state.sources[["epoch", "window", "part"]].tolist()
-        self._carried = set(np.unique(state.carry[["source", "epoch", "window", "part"]]).tolist())
+    __slots__ = ("_ahead", "_carried", "_lagging", "_places")
+
+    def __init__(self, oldest: LoaderState, newest: LoaderState, ahead: Iterable[PartKey]) -> None:
+        self._places = oldest.sources[_PLACE].tolist()
+        self._carried = set(np.unique(oldest.carry[["source", *_PLACE]]).tolist())
+        self._lagging: list[set[tuple[_Place, _Place]]] = [set() for _ in self._places]
+        self._ahead: set[PartKey] = set()
+        if newest.levels is not None:
+            self._ahead.update(ahead)
+            begin = newest.levels if oldest.levels is None else oldest.levels
+            for lagging, first, last in zip(self._lagging, begin, newest.levels, strict=True):
+                lagging.update(zip(first[_PLACE].tolist(), last[_PLACE].tolist(), strict=True))
 
     def needs(self, key: PartKey) -> bool:
         """Whether a part may be asked for again."""
         place = (key.epoch, key.window, key.part)
-        return place >= self._places[key.source] or (key.source, *place) in self._carried
+        if place >= self._places[key.source] or (key.source, *place) in self._carried:
+            return True
+        return key in self._ahead or any(first <= place <= last for first, last in self._lagging[key.source])

@@ -72,7 +72,7 @@ class GivenSamples:
                     f"source {name!r}: sample {at} has {lengths[at]} tokens, a row holds {spec.rows.capacity}"
                 )
             if len(lengths):
-                refuse_missing("the graph", spec.metadata, self._metadata[name])
+                refuse_missing(f"source {name!r}: what is declared", spec.metadata, self._metadata[name])
                 blocks.add(_described(index, lengths, self._metadata[name], joined))
         state = initial_state(spec)
         return spec, SampleBuffer(spec, blocks).draw(state, state.sources["weight"])
@@ -112,6 +112,7 @@ class GivenSamples:
             prefetch_steps=1,
             plan_window=1,
             metadata=declared.fields,
+            curriculum=declared.curriculum,
         )
 
 

@@ -83,7 +83,7 @@ class StepPlanner:
         return plan, after
 
     def upcoming(self, state: LoaderState) -> list[PartKey]:
-        """Parts that the next two steps will need as far as can be told, those that are not described yet.
+        """Parts that the next two steps will need as far as can be told, described or not.
 
         A source that joins in one of the steps to come is looked into before.
         """
@@ -123,12 +123,16 @@ class _Step:
 
     def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
         """See `StepSource`."""
-        if declared.order != self._buffer.spec.order:
+        spec = self._buffer.spec
+        if spec.name != "train":
+            declared = replace(declared, curriculum=None)
+        if declared.order != spec.order:
             raise ConfigError(
                 f"strategy: at step {self.step} it declares {declared.order or 'nothing'} of the order of samples, and "
-                f"{self._buffer.spec.order or 'nothing'} before: give mix() and pack() the same at every step"
+                f"{spec.order or 'nothing'} before: give mix() and pack() the same at every step; what changes by the "
+                "step belongs in a schedule"
             )
-        return self._buffer.spec, self._buffer.draw(self._state, self._weights)
+        return spec, self._buffer.draw(self._state, self._weights)
 
 
 def _certify(before: bytes, plan: StepPlan) -> bytes:
@@ -148,4 +152,5 @@ def _costs_at(state: LoaderState, changes: Collection[Change]) -> tuple[Mapping[
 def _begins_pass(state: LoaderState) -> bool:
     """Whether nothing of this pass was given yet."""
     due = state.sources[(state.sources["weight"] > 0) & (state.sources["epoch"] <= state.passes)]
-    return not len(state.carry) and not any(due[name].any() for name in ("window", "part", "offset"))
+    begun = any(due[name].any() for name in ("window", "part", "offset")) or state.waiting.any()
+    return not len(state.carry) and not begun

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.planning.buffer import Drawn
 from megascale_lightning.planning.costs import AttentionCost, CostFunction
@@ -14,7 +17,7 @@ from megascale_lightning.planning.dgraph import DGraph
 from megascale_lightning.planning.twolevel import Method, Sync
 from megascale_lightning.streams import StreamSpec
 
-__all__ = ["Balanced", "HybridVLM", "LongShort", "RoundRobin", "Strategy", "declared_by"]
+__all__ = ["Balanced", "Curriculum", "HybridVLM", "LongShort", "RoundRobin", "Strategy", "declared_by"]
 
 
 class Strategy(ABC):
@@ -91,6 +94,39 @@ class RoundRobin(Strategy):
     def __call__(self, graph: DGraph) -> DGraph:
         """See `Strategy`."""
         return graph.mix().pack().distribute("dp").cost(self.cost)
+
+
+@dataclass(frozen=True)
+class Curriculum(Strategy):
+    """From easy to hard: a quantile of a number of the samples follows a schedule. Work is even as with `Balanced`.
+
+    Raises:
+        ConfigError: The schedule is none.
+    """
+
+    field: str
+    """"length", or another number that every sample has."""
+    schedule: Sequence[tuple[int, float]]
+    """(step, value of the quantile): the first of step 0, the steps rising. Behind the last it stays."""
+    quantile: float = 0.9
+    """The share of the samples whose number is at most the value."""
+    interpolate: Literal["step", "linear"] = "linear"
+    """Between two points: the value of the one before, or that on the line between the two."""
+    cost: CostFunction = dataclasses.field(default_factory=AttentionCost)
+    """What a document costs, by its length."""
+    sync: Sync = "step"
+    """What is made even: the sum of a "step", or every "microbatch" among the groups."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", self._declared().schedule)
+
+    def __call__(self, graph: DGraph) -> DGraph:
+        """See `Strategy`."""
+        mixed = graph.mix(curriculum=self._declared())
+        return mixed.pack().distribute("dp").cost(self.cost).balance("greedy", sync=self.sync)
+
+    def _declared(self) -> QuantileSchedule:
+        return QuantileSchedule(self.field, self.schedule, quantile=self.quantile, interpolate=self.interpolate)
 
 
 def declared_by(strategy: Any) -> Declared:

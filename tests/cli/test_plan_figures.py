@@ -13,6 +13,7 @@ import pytest
 
 from megascale_lightning import (
     CollatedRows,
+    Curriculum,
     DGraph,
     MegaScaleLoader,
     Mixture,
@@ -255,6 +256,17 @@ class TestEpochs:
         assert source["epochs"] > 2
         passed = source["samples"] + source["waiting"] + source["dropped"]["filtered"]
         assert source["epochs"] == pytest.approx(passed / DOCS)
+
+    @pytest.mark.parametrize("epochs", [None, 2])
+    def test_of_a_curriculum(self, epochs: int | None, figures: Any) -> None:
+        source = in_six_files(docs(epochs=epochs))
+        strategy = Curriculum("length", [(0, 3), (90, 8)])
+        (source,) = figures(settings(source, window_units=1, strategy=strategy), "--steps", "60")["sources"]
+        assert source["records"] == DOCS
+        passed = source["samples"] + source["waiting"] + source["dropped"]["filtered"]
+        assert source["epochs"] == pytest.approx(passed / DOCS)
+        assert source["epochs"] == 2 if epochs else source["epochs"] > 2
+        assert (source["ended_after"] is not None) == (epochs == 2)
 
     def test_a_record_in_pieces_is_one(self, figures: Any) -> None:
         Path("long.jsonl").write_text("\n".join(json.dumps({"input_ids": [1] * n}) for n in range(1, 101)))

@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megascale_lightning import LoaderConfig, Mixture, PackedRows, Source
+from megascale_lightning import Curriculum, LoaderConfig, Mixture, PackedRows, Source
 
 RAMP = Mixture.schedule([(0, {"web": 0.9, "code": 0.1}), (40, {"web": 0.1, "code": 0.9})], interpolate="linear")
 """What the golden state of version 3 was saved with: in the middle of it, before a change at step 32."""
+
+
+SLOPE = Curriculum("length", [(0, 6), (40, 20)])
+"""What the golden state of a curriculum was saved with: in the middle of it, with samples that wait."""
 
 
 def write_corpus(root: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from megascale_lightning import MegaScaleLoader, Mixture, StateError
 from megascale_lightning.checkpointing.migrations import STATE_VERSION, migrate
 from megascale_lightning.checkpointing.state import weights_by_name
-from tests.golden.corpus import RAMP, golden_config, write_corpus
+from tests.golden.corpus import RAMP, SLOPE, golden_config, write_corpus
 
 FOLDER = Path(__file__).parent
 
@@ -42,6 +42,20 @@ def test_it_goes_on_with_the_same_data(tmp_path: Path, version: int, passes: boo
                 seen[str(loader.step)] = loader.certificate
                 if str(max(map(int, found["certificates"]))) in seen:
                     break
+    assert {step: seen[step] for step in found["certificates"]} == found["certificates"]
+
+
+def test_a_curriculum_goes_on_with_the_same_data(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    found = json.loads((FOLDER / "state_v3_curriculum.json").read_text())
+    with MegaScaleLoader(golden_config(tmp_path, strategy=SLOPE)) as loader:
+        state = {"files": {name: text[:12] for name, text in loader.state_dict()["files"].items()}, **found["state"]}
+        loader.load_state_dict(state)
+        seen = {str(loader.step): loader.certificate}
+        for _ in loader:
+            seen[str(loader.step)] = loader.certificate
+            if loader.step == 48:
+                break
     assert {step: seen[step] for step in found["certificates"]} == found["certificates"]
 
 

@@ -22,6 +22,7 @@ from megascale_lightning import (
     Balanced,
     ClientPlaceTree,
     ConfigError,
+    Curriculum,
     DGraph,
     HybridVLM,
     LossFeedback,
@@ -235,6 +236,12 @@ class TestParsing:
         }
         strategy = run(config=settings(strategy=given)).datamodule.config.strategy
         assert strategy == HybridVLM(ViTCost(**encoder), AttentionCost(512), sync="microbatch")
+
+    def test_a_curriculum(self) -> None:
+        init = {"field": "length", "schedule": [[0, 8], [100, 32.5]], "cost": "megascale_lightning.TokenCount"}
+        config = run(config=settings(strategy={"class_path": "megascale_lightning.Curriculum", "init_args": init}))
+        expected = Curriculum("length", [(0, 8), (100, 32.5)], cost=TokenCount())
+        assert config.datamodule.config.strategy == expected
 
     def test_a_function_as_strategy(self) -> None:
         config = run(config=settings(strategy=f"{__name__}.dealt")).datamodule.config

@@ -494,7 +494,7 @@ class TestMetadata:
         assert images.to_mermaid() == step.to_mermaid()
 
     def test_a_field_that_is_not_there_cannot_be_selected(self):
-        with pytest.raises(ConfigError, match=r"the graph wants the metadata \['pixels'\]"):
+        with pytest.raises(ConfigError, match=r"what is declared wants the metadata \['pixels'\]"):
             self.graph(square, PackedRows(64, 1)).select("pixels").summary()
         with pytest.raises(ConfigError, match="name of a number"):
             self.graph(square).select(3)
