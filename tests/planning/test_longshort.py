@@ -83,4 +83,7 @@ def test_in_a_run_nothing_is_lost_and_each_step_is_as_even():
 
 
 def test_a_strategy_is_a_few_primitives():
+    found = declared_by(LongShort(MODEL, sync="microbatch"))
+    assert (found.even, found.costs, found.sync, found.method) == (MODEL, (MODEL,), "microbatch", "greedy")
+    assert found.order == {"pack.even": "TransformerCost(hidden=768, layers=12, heads=12, gated=False)"}
     assert len(inspect.getsource(LongShort).splitlines()) <= 30
