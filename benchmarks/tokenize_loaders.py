@@ -106,8 +106,8 @@ def our_batches(root: Path, kind: str, threads: int) -> Iterator[dict[str, Any]]
         global_batch_size=ROWS * MICROBATCHES,
         num_loaders=1,
         # Small parts, as the corpus is small: in a large one they are 64 MB. Counted as stored, and zstd holds text
-        # four times as long.
-        part_bytes={"jsonl": 2 << 20, "parquet": 4 << 20}[kind],
+        # four times as long. A file of JSON lines of this size is one part.
+        part_bytes={"jsonl": 1 << 20, "parquet": 4 << 20}[kind],
         window_units=8,
     )
     with MegaScaleLoader(config) as loader:

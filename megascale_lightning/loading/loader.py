@@ -14,6 +14,7 @@ from megascale_lightning.errors import ReplayError
 from megascale_lightning.loading.executors import Executors
 from megascale_lightning.loading.partmaker import LoadedSource, PartMaker
 from megascale_lightning.loading.parts import Part, PartStore
+from megascale_lightning.loading.readahead import ReadAhead
 from megascale_lightning.loading.samplemaker import SampleMaker
 from megascale_lightning.loading.taking import TakenSamples, TakenTokens, Taking
 from megascale_lightning.loading.tokenmaker import TokenMaker
@@ -35,7 +36,8 @@ class SourceLoader:
         seed: Of the run.
         window_units: Units of a window.
         part_bytes: Stored bytes of a part.
-        buffer_bytes: What may be held beyond the newest part.
+        buffer_bytes: What may be held beyond the newest part. As far as it goes, the part behind one that was asked for
+            is made in advance where `Source.executor` allows to run the user's code beside.
         metadata: Stream name -> what is described of a sample beside its length; see `MetaBlock.metadata`.
         dumps: Pickles the user's code for the worker processes of `Source.executor`.
     """
@@ -53,6 +55,7 @@ class SourceLoader:
     ) -> None:
         self._pool = FilePool()
         self._executors = Executors(dumps)
+        self._ahead = ReadAhead(self._part, self._has_room)
         self._rows = dict(rows)
         settings: dict[str, Any] = {
             "seed": seed,
@@ -60,6 +63,7 @@ class SourceLoader:
             "part_bytes": part_bytes,
             "pool": self._pool,
             "executors": self._executors,
+            "on_read": self._ahead.read,
         }
         self._makers: dict[tuple[str, int], PartMaker] = {
             (stream, index): _maker_of(rows[stream])(
@@ -68,6 +72,7 @@ class SourceLoader:
             for stream, sources in streams.items()
             for index, loaded in enumerate(sources)
         }
+        self._sizes = dict.fromkeys(self._makers, part_bytes)
         self._buffer_bytes = buffer_bytes
         self._store = PartStore(buffer_bytes)
         self._counts = {"described": 0, "made": 0, "taken_pieces": 0, "taken_tokens": 0}
@@ -81,9 +86,14 @@ class SourceLoader:
             DataError: A record, file or transform is at fault; names source, file, unit and row.
             StateError: There is no such part.
         """
-        meta = self._part(key).meta
+        maker = self._maker(key)
+        if maker.source.executor != "inline":
+            self._ahead.asked(key)
+        part = self._part(key)
+        self._sizes[key.stream, key.source] = part.num_bytes
+        self._ahead.read(key, maker.following(key, part.meta.last_in_window))
         self._count(described=1)
-        return meta
+        return part.meta
 
     def take(self, requests: Sequence[TakeRequest]) -> SampleBlock:
         """Payload of the pieces, in request order; all requests are of one stream.
@@ -123,15 +133,23 @@ class SourceLoader:
 
     def shutdown(self) -> None:
         """Let go of files and parts, and end the threads and processes of `Source.executor`."""
+        self._ahead.close()
         self._executors.close()
         for maker in self._makers.values():
             maker.close()
 
-    def _part(self, key: PartKey) -> Part:
+    def _maker(self, key: PartKey) -> PartMaker:
         maker = self._makers.get((key.stream, key.source))
         if maker is None:
             raise IndexError(f"no source {key.source} in stream {key.stream!r}")
+        return maker
 
+    def _has_room(self, key: PartKey) -> bool:
+        """For a part and the one before it, which may be in the making, if they are like the newest of their source."""
+        return self._store.has_room(2 * self._sizes[key.stream, key.source])
+
+    def _part(self, key: PartKey) -> Part:
+        maker = self._maker(key)
         # Code of the user that asked for no threads never runs on two of them at a time.
         alone: AbstractContextManager[Any] = self._inline if maker.source.executor == "inline" else nullcontext()
 

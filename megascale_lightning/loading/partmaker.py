@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from megascale_lightning.loading.runs import Run
 from megascale_lightning.loading.transforms import Failed, SampleRunner, show_call
 from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.sources.manifest import Manifest
-from megascale_lightning.sources.order import Segment, part_permutation, window_parts, window_units_of
+from megascale_lightning.sources.order import Segment, num_windows, part_permutation, window_parts, window_units_of
 from megascale_lightning.sources.reader import make_reader
 from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.source import Source
@@ -58,6 +58,7 @@ class PartMaker(ABC):
         pool: Open files, shared with other sources.
         executors: Threads and processes for the user's code, shared with other sources; None makes some.
         metadata: Fields that are described: a number for each sample.
+        on_read: Is called once all records of a part are read, with its key and that of the part behind it.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PartMaker(ABC):
         pool: FilePool,
         executors: Executors | None = None,
         metadata: Sequence[str] = (),
+        on_read: Callable[[PartKey, PartKey | None], None] | None = None,
     ) -> None:
         source = loaded.source
         self.source = source
@@ -81,6 +83,7 @@ class PartMaker(ABC):
         self._window_units = window_units
         self._part_bytes = part_bytes
         self._metadata = tuple(metadata)
+        self._on_read = on_read
         self._quarantine: QuarantineFile | None = None
         if loaded.quarantine is not None:
             self._quarantine = QuarantineFile(loaded.quarantine, source.name, loaded.manifest)
@@ -105,8 +108,28 @@ class PartMaker(ABC):
             StateError: There is no such part.
         """
 
+    def following(self, key: PartKey, is_last: bool) -> PartKey | None:
+        """The part behind another in the same epoch; None behind the last.
+
+        Args:
+            key: The part before it.
+            is_last: That part ends its window.
+        """
+        if not is_last:
+            return replace(key, part=key.part + 1)
+        if key.window + 1 < num_windows(self._manifest, self._window_units):
+            return replace(key, window=key.window + 1, part=0)
+        return None
+
     def _blocks(self, key: PartKey) -> Iterator[tuple[RecordBlock, bool]]:
         """The records of a part, block after block, each with whether it ends the window; read when asked for."""
+        is_last = False
+        for block, is_last in self._read_blocks(key):
+            yield block, is_last
+        if self._on_read is not None:
+            self._on_read(key, self.following(key, is_last))
+
+    def _read_blocks(self, key: PartKey) -> Iterator[tuple[RecordBlock, bool]]:
         if self._manifest.sliced:
             source = self.source
             unit = int(

@@ -104,6 +104,11 @@ class PartStore:
                 del self._being_made[key]
             done.set()
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so much more can be held without letting go of a part."""
+        with self._lock:
+            return self._bytes + num_bytes <= self._capacity
+
     def _admit(self, key: PartKey, part: Part) -> None:
         self._parts[key] = part
         self._bytes += part.num_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -57,7 +58,8 @@ class TokenMaker(PartMaker):
         ends: list[bool] = []
         for run, fragment in self._made(key, ends):
             self._settle(run.block, fragment.failures, key.epoch)
-            read.append((run.block, fragment))
+            # Where they are is all that is needed from now on: text is many times as long as its tokens.
+            read.append((replace(run.block, table=None, objects=None, raw={}), fragment))
         return self._assemble(key, read, ends[-1])
 
     def _made(self, key: PartKey, ends: list[bool]) -> Iterator[tuple[Run, Fragment]]:

@@ -112,10 +112,14 @@ class DeadlineMixer:
         self._weight: FloatArray = np.where(self._live, self._raw / (total or 1.0), 0.0)
 
     def _draw_samples(self, count: int, known: IntArray) -> Draws:
-        jobs = self._expected_jobs(count)
-        times = np.arange(1, count + 1) + self._time
-        drawn = _Run(jobs).at_times(np.searchsorted(jobs.releases, times, "left").tolist())
-        sources = jobs.sources[drawn]
+        live = np.flatnonzero(self._live)
+        if len(live) == 1:
+            sources = np.full(count, live[0])  # there is nothing to choose
+        else:
+            jobs = self._expected_jobs(count)
+            times = np.arange(1, count + 1) + self._time
+            drawn = _Run(jobs).at_times(np.searchsorted(jobs.releases, times, "left").tolist())
+            sources = jobs.sources[drawn]
         # The k-th sample of a source that is drawn has to be known.
         order = grouping(sources)
         counts = np.bincount(sources, minlength=len(known))

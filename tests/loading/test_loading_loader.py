@@ -87,6 +87,24 @@ def test_the_order_does_not_depend_on_the_loader(parquet):
     assert np.array_equal(np.concatenate(backwards), base)
 
 
+def test_records_are_let_go_of_once_they_are_transformed(tmp_path):
+    table = pa.table({"text": [f"{n:1000}" for n in range(5000)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=100)
+    del table
+    held = []
+
+    def transform(columns):
+        held.append(pa.total_allocated_bytes())
+        return {"input_ids": [[1]] * len(columns["text"])}
+
+    loader = loader_of(
+        Source("web", str(tmp_path / "a.parquet"), transform_batched=transform), part_bytes=1 << 30, window_units=50
+    )
+    loader.describe(FIRST)
+    assert len(held) == 50
+    assert max(held[1:]) < held[0] + 150_000  # of 100,000 bytes each
+
+
 @pytest.mark.parametrize("buffer_bytes", [1, 20_000, 1 << 30])
 def test_take_gives_the_same_bytes_whatever_is_buffered(parquet, buffer_bytes):
     _, path = parquet
