@@ -11,6 +11,7 @@ from megascale_lightning.checkpointing.state import from_json, to_json
 from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.errors import ConfigError, DataError, EmptySourceError, StateError
 from megascale_lightning.places.tree import ClientPlaceTree
+from megascale_lightning.planning.blocks import Block
 from megascale_lightning.planning.dgraph import DGraph
 from megascale_lightning.planning.strategies import Curriculum, declared_by
 from megascale_lightning.rows import PaddedRows
@@ -147,6 +148,23 @@ class TestTheQuantile:
         drive = Drive(data, spec_of(data, QuantileSchedule("length", [(0, 1000)]), rows=20, padded=True))
         assert (lengths_of(drive.run(26)) == 2000).sum() == 40, "or else none is looked for"
         assert len(data.described) < 200
+
+    def test_a_sample_in_pieces_has_the_length_of_all_of_them_and_a_dropped_one_has_none(self):
+        pieces = np.zeros(5, PIECE)
+        pieces["length"] = [0, 64, 64, 10, 70]
+        meta = MetaBlock(
+            key=PartKey("train", 0, 0, 0, 0),
+            pieces=pieces,
+            first=np.array([1, 1, 0, 0, 1], bool),
+            kept=np.array([0, 1, 1, 1, 1], bool),
+            reason=np.array([1, 0, 0, 0, 0], np.uint8),
+            reasons=("", "filtered"),
+            last_in_window=True,
+            metadata={"noise": np.array([9.0, 1.0, 1.0, 1.0, 5.0])},
+        )
+        for field, edge, levels in (("length", 100, [[1], [0]]), ("noise", 3, [[0], [1]])):
+            found = Block(meta).levels(QuantileSchedule(field, [(0, edge)]))
+            assert [samples.tolist() for samples in found] == levels
 
 
 class TestExactlyOnce:
