@@ -184,7 +184,7 @@ def resolve_streams(
             schedule=config.schedule_of(stream),
             stop=_stop(config) if training else "all",
             metadata=metadata,
-            order=(declared if training else replace(declared, curriculum=None)).order,
+            order=declared.order,
             broadcast=declared.broadcast,
             curriculum=declared.curriculum if training else None,
         )

@@ -124,8 +124,6 @@ class _Step:
     def draw(self, declared: Declared) -> tuple[StreamSpec, Drawn]:
         """See `StepSource`."""
         spec = self._buffer.spec
-        if spec.name != "train":
-            declared = replace(declared, curriculum=None)
         if declared.order != spec.order:
             raise ConfigError(
                 f"strategy: at step {self.step} it declares {declared.order or 'nothing'} of the order of samples, and "
