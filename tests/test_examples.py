@@ -59,6 +59,7 @@ def test_document_mask_keeps_documents_apart(monkeypatch):
     assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
 
 
+@pytest.mark.slow
 def test_sources_of_the_example_are_on_any_machine(tmp_path, monkeypatch):
     import json
 

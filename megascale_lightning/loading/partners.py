@@ -76,18 +76,44 @@ class Partners:
         ]
         return [one for one in found if one.row_start != one.row_stop] or [Segment(unit, 0, 0)]
 
-    def continued(self, blocks: Sequence[RecordBlock]) -> npt.NDArray[np.bool_]:
-        """Whether each record belongs to the group of the one before it: bool [records of all blocks]."""
+    def ids(self, block: RecordBlock) -> list[Any]:
+        """What the records of a block belong to, each.
+
+        Raises:
+            DataError: A record names none, or something that is no id.
+        """
+        name = self._name
+        if block.table is not None:
+            ids = block.table.column(name).to_pylist()
+        else:
+            assert block.objects is not None
+            ids = [_UNKNOWN if i in block.failures else self._id(block, i) for i in range(block.num_rows)]
+        for index, found in enumerate(ids):
+            if index in block.failures:
+                ids[index] = _UNKNOWN
+            elif not isinstance(found, Hashable):
+                raise DataError(
+                    f"{self._where(block, index)}: together={name!r} names ids such as numbers and texts, not a "
+                    f"{type(found).__name__}"
+                )
+        return ids
+
+    def continued(self, blocks: Sequence[RecordBlock], ids: Sequence[list[Any]]) -> npt.NDArray[np.bool_]:
+        """Whether each record belongs to the group of the one before it: bool [records of all blocks].
+
+        Args:
+            blocks: In order; only where they are is looked at.
+            ids: Of each.
+        """
         found = [np.empty(0, np.bool_)]
         before: list[Any] = []
         last = None
-        for block in blocks:
+        for block, own in zip(blocks, ids, strict=True):
             if last is not None and block.unit != last.unit:
                 is_next = block.unit == last.unit + 1 and block.row_start == 0 and self._follows(block.unit)
                 before = before if is_next else []
-            ids = self._ids(block)
-            found.append(_joined([*before, *ids])[len(before) :])
-            before, last = ids[-1:] or before, block
+            found.append(_joined([*before, *own])[len(before) :])
+            before, last = own[-1:] or before, block
         return np.concatenate(found)
 
     def close(self) -> None:
@@ -104,7 +130,7 @@ class Partners:
         before, start, seen = self._before(unit, row), (unit, row), 0
         while before:
             block = self._reader.read(unit, row, row + _AHEAD)
-            ids = self._ids(block)
+            ids = self.ids(block)
             begins = np.flatnonzero(~_joined([*before, *ids])[1:])
             if begins.size:
                 return unit, row + int(begins[0])
@@ -123,31 +149,14 @@ class Partners:
     def _before(self, unit: int, row: int) -> list[Any]:
         """The id of the record before this one; empty where there is none in the file."""
         if row:
-            return self._ids(self._reader.read(unit, row - 1, row))
+            return self.ids(self._reader.read(unit, row - 1, row))
         if not self._follows(unit):
             return []
         if unit - 1 not in self._last:
             rows = int(self._manifest.units["rows"][unit - 1])
             block = self._reader.read(unit - 1, max(rows - 1, 0), rows)
-            self._last[unit - 1] = self._ids(block)[-1:] or self._before(unit - 1, 0)
+            self._last[unit - 1] = self.ids(block)[-1:] or self._before(unit - 1, 0)
         return self._last[unit - 1]
-
-    def _ids(self, block: RecordBlock) -> list[Any]:
-        name = self._name
-        if block.table is not None:
-            ids = block.table.column(name).to_pylist()
-        else:
-            assert block.objects is not None
-            ids = [_UNKNOWN if i in block.failures else self._id(block, i) for i in range(block.num_rows)]
-        for index, found in enumerate(ids):
-            if index in block.failures:
-                ids[index] = _UNKNOWN
-            elif not isinstance(found, Hashable):
-                raise DataError(
-                    f"{self._where(block, index)}: together={name!r} names ids such as numbers and texts, not a "
-                    f"{type(found).__name__}"
-                )
-        return ids
 
     def _id(self, block: RecordBlock, index: int) -> Any:
         assert block.objects is not None

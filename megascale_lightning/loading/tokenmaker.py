@@ -56,11 +56,14 @@ class TokenMaker(PartMaker):
         """Read and settle one part; see `PartMaker.make`."""
         read: list[tuple[RecordBlock, Fragment]] = []
         ends: list[bool] = []
+        ids: list[list[Any]] = []
         for run, fragment in self._made(key, ends):
             self._settle(run.block, fragment.failures, key.epoch)
+            if self._partners is not None:
+                ids.append(self._partners.ids(run.block))
             # Where they are is all that is needed from now on: text is many times as long as its tokens.
             read.append((replace(run.block, table=None, objects=None, raw={}), fragment))
-        return self._assemble(key, read, ends[-1])
+        return self._assemble(key, read, ids, ends[-1])
 
     def _made(self, key: PartKey, ends: list[bool]) -> Iterator[tuple[Run, Fragment]]:
         """The runs of a part in order, with their fields; `ends` gets whether each block read ends the window."""
@@ -93,7 +96,9 @@ class TokenMaker(PartMaker):
             for cut in [block] if is_whole else cut_block(block, size):
                 yield Run(cut, key.epoch)
 
-    def _assemble(self, key: PartKey, read: Sequence[tuple[RecordBlock, Fragment]], is_last: bool) -> Part:
+    def _assemble(
+        self, key: PartKey, read: Sequence[tuple[RecordBlock, Fragment]], ids: Sequence[list[Any]], is_last: bool
+    ) -> Part:
         blocks, fragments = [block for block, _ in read], [fragment for _, fragment in read]
         units = np.concatenate([np.full(block.num_rows, block.unit) for block in blocks])
         rows = np.concatenate([block.row_start + np.arange(block.num_rows) for block in blocks])
@@ -104,7 +109,7 @@ class TokenMaker(PartMaker):
 
         codes = np.concatenate([fragment.codes for fragment in fragments])
         lengths, codes = apply_overlong(whole, codes, capacity, self.source.overlong, where)
-        joined = None if self._partners is None else self._partners.continued(blocks)
+        joined = None if self._partners is None else self._partners.continued(blocks, ids)
         if joined is not None:
             policies: dict[str, Any] = {"capacity": capacity, "source": self.source, "where": where}
             lengths, codes = settle_partners(whole, codes, joined, **policies)

@@ -42,7 +42,10 @@ def undisturbed(mixed: Corpus) -> list[str]:
         return [step.certificate for step in world.steps(STEPS)]
 
 
-@pytest.mark.parametrize("victim", ["loader/0", "loader/1", "planner", "constructor/0"])
+@pytest.mark.parametrize(
+    "victim",
+    ["loader/0", *(pytest.param(name, marks=pytest.mark.slow) for name in ("loader/1", "planner", "constructor/0"))],
+)
 def test_a_killed_role_changes_no_batch(mixed: Corpus, undisturbed: list[str], victim: str) -> None:
     with World(config_for(mixed), 1) as world:
         found = [step.certificate for step in world.steps(11)]
@@ -54,6 +57,7 @@ def test_a_killed_role_changes_no_batch(mixed: Corpus, undisturbed: list[str], v
         assert session.stats()[victim]["pid"] != before
 
 
+@pytest.mark.slow
 def test_every_role_killed_again_and_again(mixed: Corpus, undisturbed: list[str]) -> None:
     """Both loaders at once, then the constructor, then the planner, in the middle of steps."""
     with World(config_for(mixed), 1) as world:

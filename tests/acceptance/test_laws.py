@@ -209,6 +209,7 @@ def test_roles_that_die_in_the_middle_of_calls_change_no_batch(mixed: Corpus, un
 @pytest.mark.ray
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.filterwarnings("default::megascale_lightning.errors.MegaScaleWarning")
+@pytest.mark.slow
 def test_torch_in_an_actor_is_worth_one_warning(tmp_path: Path) -> None:
     """Law 8: a user's transform may bring torch along; the warning says what that costs and what to do."""
     from .torch_transform import shift

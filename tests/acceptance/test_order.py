@@ -105,9 +105,9 @@ def test_local(
 
 
 RAY = [
-    pytest.param(1, 0, 1, "balanced", 1, id="loaders1-prefetch0-window1"),
-    pytest.param(2, 4, 3, "balanced", 2, id="dp2-loaders2-prefetch4-window3"),
-    pytest.param(3, 1, 16, "round_robin", 4, id="dp4-loaders3-prefetch1-window16-round_robin"),
+    pytest.param(1, 0, 1, "balanced", 1, marks=pytest.mark.slow, id="loaders1-prefetch0-window1"),
+    pytest.param(2, 4, 3, "balanced", 2, marks=pytest.mark.slow, id="dp2-loaders2-prefetch4-window3"),
+    pytest.param(3, 1, 16, "round_robin", 4, marks=pytest.mark.slow, id="dp4-loaders3-prefetch1-window16-round_robin"),
     pytest.param(2, 1, 3, "balanced", 3, id="dp3-filled-loaders2-prefetch1-window3"),
 ]
 

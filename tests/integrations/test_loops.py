@@ -36,7 +36,16 @@ def epoch_settings(kind: str, microbatches: int) -> tuple[dict[str, Any], dict[s
 
 @pytest.mark.parametrize("validate", [False, True])
 @pytest.mark.parametrize("kind", ["unsized", "limited", "sized"])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 4), (4, 8), (8, 4), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (1, 1),
+        (2, 2),
+        (2, 1),
+        (1, 2),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [(4, 4), (4, 8), (8, 4)]),
+    ],
+)
 def test_resumes_at_the_next_step_from_any_checkpoint(
     tmp_path: Path, before: int, after: int, kind: str, validate: bool
 ) -> None:
@@ -92,7 +101,7 @@ def test_epoch_based_run_resumes_at_every_epoch_end(tmp_path: Path, kind: str) -
         assert trainer.current_epoch == 3
 
 
-@pytest.mark.parametrize("now", [2, 4, 8])
+@pytest.mark.parametrize("now", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fail_at", [(0, 0), (0, 3), (2, 0), (2, 1), (2, 3), (3, 0), (4, 2)])
 def test_resumes_after_failures_one_after_another(tmp_path: Path, fail_at: tuple[int, int], now: int) -> None:
     """A failure in a step loses that step's gradients: the whole step comes again."""

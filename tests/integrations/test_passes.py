@@ -67,7 +67,10 @@ def events_after(events: list[tuple[str, int]], path: Path) -> list[tuple[str, i
 @pytest.mark.parametrize("capped", [False, True], ids=["epochs", "epochs-and-steps"])
 @pytest.mark.parametrize("validation", ["none", "epochs", "second-epochs", "batches"])
 @pytest.mark.parametrize("sized", [False, True], ids=["unsized", "sized"])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
 def test_every_end_of_a_pass_comes_once_from_any_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -57,6 +57,7 @@ def content_of(source, rows=ROWS):
         loader.shutdown()
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_where_they_are_made(files):
     for name in ("with_rng", "batched_with_rng", "with_globals", "batched_with_globals"):
         setting = "transform_batched" if "batched" in name else "transform"

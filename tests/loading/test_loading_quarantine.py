@@ -134,6 +134,7 @@ for row in range(100_000):
 """
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed(path: Path) -> None:
     """Three of them one after another, each in the middle of its work; the next one goes on with what is missing."""
     for goal in (200, 400, 600):

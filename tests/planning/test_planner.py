@@ -152,7 +152,7 @@ def test_drops_are_counted_by_source_as_they_are_passed():
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_state_saved_as_json_goes_on_with_the_very_next_step(padded):
-    data = FakeData([50, 70, 90], longest=150, drop_every=7)
+    data = FakeData([25, 35, 45], longest=150, drop_every=7)
     spec = data.spec(padded=padded, epochs=2)
     names = [source.name for source in spec.sources]
     whole = Drive(data, spec)

@@ -45,6 +45,7 @@ def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_actors_are_light(ray_runtime: RayRuntime) -> None:
     """The first test of its runtime: what batches of other tests have left in the actors is not their weight."""
     stats = ray_runtime.stats()

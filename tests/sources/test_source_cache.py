@@ -157,6 +157,7 @@ def fill(folder: str, number: int) -> None:
             assert found == store.data[start : start + BLOCK], (round_, index)
 
 
+@pytest.mark.slow
 def test_processes_share_the_limit(tmp_path):
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=fill, args=(str(tmp_path), number)) for number in range(3)]
@@ -232,6 +233,7 @@ def server(tmp_path):
         yield running
 
 
+@pytest.mark.slow
 def test_a_second_epoch_asks_the_server_for_nothing(server, tmp_path):
     def tokens(epochs: int, cache_dir: Path | None) -> int:
         source = Source("web", f"{server.url}/*.parquet", epochs=epochs)

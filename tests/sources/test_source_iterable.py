@@ -154,6 +154,7 @@ class TestDraws:
         assert records_of(one) != records_of(one, (0, "train", 1))
         assert random.getstate() == before, "the user's own generator is left alone"
 
+    @pytest.mark.slow
     def test_torch_that_comes_in_between(self):
         """The first process imports torch within the iterable, the second has it before: they draw the same."""
         code = """

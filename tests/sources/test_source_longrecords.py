@@ -67,6 +67,7 @@ def test_the_same_records_fail_however_data_are_cut(tmp_path_factory, pieces, re
     assert all(len(raw) <= limit for raw in block.raw.values())
 
 
+@pytest.mark.slow
 def test_a_json_line_without_end_is_one_failed_record(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"n": 0}\n{"x": "' + bytes(200 << 20).replace(b"\0", b"x") + b'"}\n{"n": 1}\n', 1))
@@ -85,6 +86,7 @@ def test_a_json_line_without_end_is_one_failed_record(tmp_path):
     assert peak < 16 << 20
 
 
+@pytest.mark.slow
 def test_blanks_without_end_take_no_memory(tmp_path):
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(b"one\n" + b" " * (40 << 20) + b"\n\ntwo\n" + b"\t" * (20 << 20), 1))

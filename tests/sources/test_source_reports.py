@@ -107,6 +107,7 @@ def test_collated_rows_ask_for_no_column_of_tokens(tmp_path):
         assert sorted(sample["n"] for batch in collated(source) for sample in batch) == list(range(20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*WRITERS, "csv"])
 def test_thousands_of_small_files_cost_little(tmp_path, kind):
     """ray#44754: the metadata of 24,000 files fill the memory, for each file's footer is kept."""

@@ -424,6 +424,7 @@ print(json.dumps([rows, index, tracemalloc.get_traced_memory()[1], pa.default_me
 """
 
 
+@pytest.mark.slow
 def test_memory_is_a_few_slices(tmp_path):
     """200 MB of plain content in slices of 8 MB."""
     line = json.dumps({"text": "lorem ipsum " * 300}).encode() + b"\n"

@@ -193,6 +193,7 @@ class TestSlices:
         st.sampled_from([".tar", ".tar.gz", ".tar.zst"]),
         st.randoms(use_true_random=False),
     )
+    @pytest.mark.slow
     def test_any_slices_are_the_whole(self, tmp_path_factory, data, slice_bytes, suffix, rng):
         """Once, in order, with the same failures: broken or not, front to back or in any order."""
         path = write(tmp_path_factory.mktemp("shard") / f"a{suffix}", data)
