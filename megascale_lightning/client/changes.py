@@ -10,9 +10,9 @@ from megascale_lightning.mixtures import weight_problems
 from megascale_lightning.planning.calibration import CalibratedCost
 from megascale_lightning.planning.strategies import declared_by
 from megascale_lightning.streams import StreamSpec, weights_by_step
-from megascale_lightning.types import Change, FloatArray, LoaderState, change_key
+from megascale_lightning.types import Change, CostChange, FloatArray, LoaderState, change_key
 
-__all__ = ["PendingChanges", "cost_problem", "first_step", "merged_weights"]
+__all__ = ["PendingChanges", "cost_change", "cost_problem", "first_step", "merged_weights"]
 
 
 class PendingChanges:
@@ -67,6 +67,18 @@ def first_step(method: str, at_step: int | None, state: LoaderState, spec: Strea
             f"mixture_lead_steps={spec.mixture_lead_steps}): give a later step, or none"
         )
     return first if at_step is None else at_step
+
+
+def cost_change(spec: StreamSpec, costs: Sequence[CalibratedCost], step: int) -> CostChange:
+    """Costs in the place of those that the strategy of a stream declares, from a step on.
+
+    Raises:
+        ConfigError: They do not fit it.
+    """
+    problem = cost_problem(spec, costs)
+    if problem is not None:
+        raise ConfigError(f"set_cost: {problem}")
+    return CostChange(step, tuple(cost.coefficients for cost in costs))
 
 
 def cost_problem(spec: StreamSpec, costs: Sequence[CalibratedCost]) -> str | None:

@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megascale_lightning.client.changes import PendingChanges, cost_problem, first_step, merged_weights
+from megascale_lightning.client.changes import PendingChanges, cost_change, first_step, merged_weights
 from megascale_lightning.client.collating import check_collate_fn, collate
 from megascale_lightning.client.finish import finish
 from megascale_lightning.client.info import BatchInfo
@@ -18,10 +18,10 @@ from megascale_lightning.client.iterating import Microbatches
 from megascale_lightning.client.lives import SampleLife
 from megascale_lightning.client.reader import InlineReader, StreamReader
 from megascale_lightning.client.session import LoadingSession
-from megascale_lightning.errors import ConfigError, StreamError
+from megascale_lightning.errors import StreamError
 from megascale_lightning.loading.showing import ShownSample
 from megascale_lightning.rows import CollatedRows, Rows
-from megascale_lightning.types import BatchWindow, Change, CostChange, LoaderState, MixtureChange, StepReport
+from megascale_lightning.types import BatchWindow, Change, LoaderState, MixtureChange, StepReport
 
 if TYPE_CHECKING:
     from megascale_lightning.checkpointing.filelists import FileLists
@@ -235,11 +235,7 @@ class MegaScaleLoader:
             ConfigError: They do not fit the strategy, or the step is too near to be planned with them.
             StreamError: This is no training stream.
         """
-        problem = cost_problem(self._spec, costs)
-        if problem is not None:
-            raise ConfigError(f"set_cost: {problem}")
-        coefficients = tuple(cost.coefficients for cost in costs)
-        return self._change("set_cost", at_step, lambda step: CostChange(step, coefficients))
+        return self._change("set_cost", at_step, lambda step: cost_change(self._spec, costs, step))
 
     def sample(self, sample_id: Sequence[Any], stream: str | None = None) -> ShownSample:
         """One sample by its id, read and transformed in this process as in the run: for a look at it, or a debugger.

@@ -146,12 +146,6 @@ def resolve_streams(
     strategy = config.strategy if config.strategy is not None else Balanced()
     declared = declared_by(strategy)
     declared.check_buckets(tree.num_groups)
-    metadata = declared.fields
-    if metadata and isinstance(config.rows, CollatedRows):
-        raise ConfigError(
-            f"strategy: it wants {list(metadata)} of each sample, which are read of packed and padded rows only: take "
-            "a cost or curriculum by length, and let length= of the sources say what a sample costs"
-        )
     if declared.even is not None and not isinstance(config.rows, PackedRows):
         raise ConfigError(
             f"strategy: pack(even=...) evens packed rows, and {type(config.rows).__name__} hold one sample each: leave "
@@ -166,6 +160,13 @@ def resolve_streams(
         rows = config.rows_of(stream).portable()
         rows_per_step = total if training else rows.micro_batch_size * tree.num_groups
         window, ahead = _choose_reach(config, rows_per_step * _row_slots(rows))
+        own = declared if training else replace(declared, curriculum=None, selected=None)
+        if own.fields and isinstance(rows, CollatedRows):
+            raise ConfigError(
+                f"strategy: it wants {list(own.fields)} of each sample of stream {stream!r}, which are read of packed "
+                "and padded rows only: take a cost or curriculum by length, and let length= of the sources say what a "
+                "sample costs, or take other rows"
+            )
         found[stream] = StreamSpec(
             name=stream,
             sources=_source_specs(config, stream, windows, surveyed.records[stream]),
@@ -183,10 +184,10 @@ def resolve_streams(
             mixture_lead_steps=config.mixture_lead_steps,
             schedule=config.schedule_of(stream),
             stop=_stop(config) if training else "all",
-            metadata=metadata,
+            metadata=own.fields,
             order=declared.order,
             broadcast=declared.broadcast,
-            curriculum=declared.curriculum if training else None,
+            curriculum=own.curriculum,
         )
     return found
 

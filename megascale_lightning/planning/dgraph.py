@@ -53,7 +53,7 @@ class DGraph:
 
     A strategy gets the graph of the step that is planned and declares `mix`, `pack`, `distribute` and what else it
     wants. Outside of a run, `from_buffer_infos` and `init` make a graph of given samples. The order of samples and
-    their rows depends on the data and the config alone, never on places and costs.
+    their rows depends on the data and the config alone, never on places, nor on costs but that of `pack(even=...)`.
 
     Args:
         source: Where the samples come from.

@@ -19,6 +19,7 @@ _LATE: Final = 0.01
 """Share of the room that is left to the smallest new pieces: they fill what the others leave."""
 _TRIES: Final = 4
 _LEAST_FILL: Final = 0.99
+_ROUNDING: Final = 1e-9
 
 
 def pack_evenly(
@@ -51,6 +52,7 @@ def pack_evenly(
     if not len(chosen):
         return plain
     above = costs - (costs[chosen] / sizes[chosen]).min() * sizes
+    above[above < _ROUNDING * costs] = 0.0  # of a cost that goes with the tokens nothing else is left
     lengths, excess, num_carried = sizes.tolist(), above.tolist(), len(carried)
     shares = above[chosen] / (above[chosen].sum() or 1.0), sizes[chosen] / sizes[chosen].sum()
     largest = chosen[np.argsort(-np.maximum(*shares), kind="stable")].tolist()

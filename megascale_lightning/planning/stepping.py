@@ -149,6 +149,7 @@ def _costs_at(state: LoaderState, changes: Collection[Change]) -> tuple[Mapping[
 
 def _begins_pass(state: LoaderState) -> bool:
     """Whether nothing of this pass was given yet."""
-    due = state.sources[(state.sources["weight"] > 0) & (state.sources["epoch"] <= state.passes)]
-    begun = any(due[name].any() for name in ("window", "part", "offset")) or state.waiting.any()
-    return not len(state.carry) and not begun
+    drawn = state.sources[state.sources["weight"] > 0]
+    due = drawn[drawn["epoch"] <= state.passes]
+    begun = len(due) < len(drawn) or any(due[name].any() for name in ("window", "part", "offset"))
+    return not len(state.carry) and not begun and not state.waiting.any()

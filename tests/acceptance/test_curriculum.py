@@ -129,6 +129,14 @@ def test_evaluations_have_none(corpus: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_evaluations_need_none_of_its_numbers(corpus: Path) -> None:
+    held = corpus / "held.jsonl"
+    held.write_text("".join(json.dumps({"input_ids": [index] * 8}) + "\n" for index in range(20)))
+    config = config_for(corpus, val_sources=[Source("held", str(held))])
+    with MegaScaleLoader(config, stream="val/0") as loader:
+        assert sum(map(len, steps_of(loader, 10**6))) == 20
+
+
 @pytest.mark.parametrize("steps", [1, 9])
 def test_what_became_of_a_sample_is_told_level_by_level(corpus: Path, steps: int) -> None:
     with MegaScaleLoader(config_for(corpus)) as loader:

@@ -183,6 +183,8 @@ def test_records_without_it_are_dropped_by_on_error(tmp_path: Path) -> None:
     assert rows <= set(range(9)) - {1, 4}
 
 
-def test_collated_rows_are_refused(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\['patches'\].*packed and padded rows only"):
-        places_of(config_of(path, rows=CollatedRows(2)), 1)
+@pytest.mark.parametrize(("where", "stream"), [("rows", "train"), ("eval_rows", "val/0")])
+def test_collated_rows_are_refused(path: Path, where: str, stream: str) -> None:
+    config = config_of(path, val_sources=[Source("held", str(path))], **{where: CollatedRows(2)})
+    with pytest.raises(ConfigError, match=rf"\['patches'\].* of stream '{stream}'.*packed and padded rows only"):
+        places_of(config, 1)

@@ -101,3 +101,12 @@ def test_a_carried_piece_comes_first_where_it_would_be_left():
 
 def test_an_empty_pool_gives_empty_rows():
     assert pack_evenly([], [], np.empty(0), num_rows=3, capacity=8) == [[], [], []]
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.1, 3e-6])
+def test_a_cost_that_goes_with_the_tokens_leaves_no_more_to_even_than_tokens(rate):
+    lengths = np.random.default_rng(0).integers(1, 60, 200).tolist()
+    costs = rate * np.array(lengths, float)
+    assert pack_evenly([], lengths, costs, num_rows=40, capacity=128) == pack_evenly(
+        [], lengths, np.array(lengths, float), num_rows=40, capacity=128
+    )

@@ -318,3 +318,15 @@ def test_nothing_of_the_next_pass_is_read_ahead():
     assert window.states[-1].passes == 1
     drive.serve()
     assert {key.epoch for key in data.described} == {0}
+
+
+def test_a_pass_that_one_source_has_ended_is_no_empty_one():
+    # The small source was not drawn from when the large one ends just with a step.
+    data = FakeData([40, 2], longest=8)
+    spec = data.spec(padded=True, rows=4, epochs=None, passes=True, last_step="drop", weights=[0.999, 0.001])
+    drive = Drive(data, spec)
+    while (window := drive.window()).steps:
+        drive.step += 1
+        drive.planner.consumed("train", "g", {0: drive.step - 1})
+    assert drive.step == 10
+    assert window.states[-1].passes == 1
