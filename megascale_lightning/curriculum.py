@@ -39,7 +39,8 @@ class QuantileSchedule:
     """
 
     field: str
-    """"length" (tokens of a whole sample), or another number that every sample has."""
+    """"length" (tokens of a whole sample), or another number that every sample has. Of records that stay together
+    (`together`) it is the sum for "length", and that of the first record otherwise."""
     schedule: Sequence[tuple[int, float]]
     """(step, value of the quantile): the first of step 0, the steps rising. Behind the last it stays."""
     _: KW_ONLY
@@ -54,6 +55,7 @@ class QuantileSchedule:
             raise ConfigError("; ".join(f"curriculum: {problem}" for problem in found))
         points = tuple((int(step), float(value)) for step, value in self.schedule)
         object.__setattr__(self, "schedule", points)
+        object.__setattr__(self, "quantile", float(self.quantile))  # one of NumPy's is no plain value
 
     @property
     def table(self) -> dict[str, Any]:
@@ -147,7 +149,10 @@ def _tilted(natural: FloatArray, hard: FloatArray, doublings: float) -> FloatArr
 def _between(low: float, high: float) -> FloatArray:
     """Edges from `low` on, up to `high` which is none of them: at equal ratios, or if there are none, evenly."""
     if low > 0:
-        return np.geomspace(low, high, math.ceil(math.log(high / low, _RATIO)) + 1)[:-1]
+        count = math.ceil(math.log(high / low, _RATIO) - 1e-9)
+        between = np.geomspace(low, high, count + 1)[1:-1].tolist()
+        # Powers may end in another bit on another machine, and samples of 1024 tokens be on another side of the edge.
+        return np.array([low, *(float(f"{edge:.9g}") for edge in between)])
     return np.linspace(low, high, _MOST_EDGES + 1)[:-1]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.planning.blocks import Block, NeedBlocks
 from megascale_lightning.planning.cursors import Ahead, SourceCursor
-from megascale_lightning.planning.mixture import grouping
+from megascale_lightning.planning.mixture import grouping, numbering
 from megascale_lightning.types import PIECE, FloatArray, IntArray, PartKey
 
 __all__ = ["LevelCursor"]
@@ -26,7 +26,8 @@ _BY_DRAW: Final = 0xC13FA9A902A6328F
 _BY_SOURCE: Final = 0x91E10DA5C79E7B1D
 """2^64 over the plastic number, and over its square: points of draw and source that lie evenly in both directions."""
 _BITS: Final = 24
-"""Shares are rounded to so many, so that they are the same on every machine."""
+"""Shares are rounded to so many. Logarithms and powers may end in another bit on another machine: that moves a share by
+some 1e-15, so that a rounded one differs about once in 10^7 times, and then it is one draw in 2^24 that does."""
 
 
 class LevelCursor(SourceCursor):
@@ -41,7 +42,7 @@ class LevelCursor(SourceCursor):
         cursor: What a `SourceCursor` takes.
     """
 
-    __slots__ = ("_bounds", "_count_taken", "_curriculum", "_rank", "levels")
+    __slots__ = ("_bounds", "_count_taken", "_curriculum", "_is_done", "_rank", "levels")
 
     def __init__(self, curriculum: QuantileSchedule, levels: IntArray, rank: int, *cursor: Any) -> None:
         super().__init__(*cursor)
@@ -51,6 +52,8 @@ class LevelCursor(SourceCursor):
         self._rank = rank
         self._bounds: IntArray | None = None
         self._count_taken = 0
+        self._is_done = False
+        """Behind what was taken there is nothing: `collect` passes the parts there, which were dropped as a whole."""
 
     @property
     def exhausted(self) -> bool:
@@ -75,6 +78,7 @@ class LevelCursor(SourceCursor):
         """Say how often each level is to come from here on: float64 [levels], of sum 1."""
         self._bounds = np.rint(np.cumsum(shares)[:-1] * (1 << _BITS)).astype(np.uint64)
         self._count_taken = 0
+        self._is_done = False
 
     def peek(self, limit: float, tokens: float = math.inf) -> Ahead:
         """See `SourceCursor`."""
@@ -97,13 +101,14 @@ class LevelCursor(SourceCursor):
 
     def collect(self) -> list[IntArray]:
         """See `SourceCursor`."""
-        if not self._count_taken:
+        if not self._count_taken and not self._is_done:
             return []
         walk = _Walk(self)
-        pieces, counts = walk.take(self._wanted(self._count_taken))
+        pieces, counts = walk.take(self._wanted(self._count_taken + self._is_done))
         assert len(counts) == self._count_taken
         self._settle(walk)
         self._count_taken = 0
+        self._is_done = False
         return [pieces]
 
     def upcoming(self, samples: int) -> list[PartKey]:
@@ -111,7 +116,7 @@ class LevelCursor(SourceCursor):
         keys: list[PartKey] = []
         walk = _Walk(self)
         wanted = np.full(len(self.levels), samples)
-        if self._bounds is not None:
+        if self._bounds is not None and walk.next is not None:  # at the end of the data levels stand in for each other
             bounds = [0.0, *self._bounds.tolist(), float(1 << _BITS)]
             wanted = np.ceil(samples * np.diff(bounds) / (1 << _BITS)).astype(np.int64) + 1
         dues = np.minimum(wanted, walk.waiting)
@@ -138,7 +143,8 @@ class LevelCursor(SourceCursor):
         _, counts = walk.take(self._wanted(self._count_taken + 1))
         if walk.missing is not None and len(counts) <= self._count_taken:
             raise NeedBlocks([walk.missing])
-        return len(counts) > self._count_taken
+        self._is_done = len(counts) <= self._count_taken
+        return not self._is_done
 
     def _wanted(self, count: int) -> IntArray:
         """int64 [count]: the levels of the next draws, as far as they have something: evenly spread by their shares."""
@@ -190,12 +196,14 @@ class _Walk:
         order = grouping(chosen)
         found: list[IntArray] = []
         sizes = [np.empty(0, np.int64)]
-        least = len(chosen)
+        least, missing = len(chosen), self.missing
         for level, count in enumerate(np.bincount(chosen, minlength=len(self.levels)).tolist()):
             got = self._gather(level, count, found, sizes) if count else 0
             if got < count:
-                least = min(least, int(np.flatnonzero(chosen == level)[got]))
+                lacking = int(np.flatnonzero(chosen == level)[got])
+                least, missing = min((least, missing), (lacking, self.missing), key=lambda found: found[0])
                 order = np.delete(order, np.flatnonzero(chosen[order] == level)[got:])
+        self.missing = missing  # of the first draw that lacks one, not of the last level
         counts = np.zeros(len(chosen), np.int64)
         counts[order] = np.concatenate(sizes)
         starts = (np.cumsum(counts) - counts)[order]
@@ -238,11 +246,7 @@ class _Walk:
         at = 0
         while at < len(chosen):
             rest = chosen[at:]
-            order = grouping(rest)
-            counts = np.bincount(rest, minlength=len(self.levels))
-            nth = np.empty(len(rest), np.int64)
-            nth[order] = np.arange(len(rest)) - np.repeat(np.cumsum(counts) - counts, counts)
-            beyond = np.flatnonzero(nth >= self.waiting[rest])
+            beyond = np.flatnonzero(numbering(rest) >= self.waiting[rest])
             there = int(beyond[0]) if beyond.size else len(rest)
             self.waiting -= np.bincount(rest[:there], minlength=len(self.levels))
             at += there

@@ -21,7 +21,7 @@ import numpy as np
 
 from megascale_lightning.types import FloatArray, IntArray
 
-__all__ = ["DeadlineMixer", "Draws", "grouping"]
+__all__ = ["DeadlineMixer", "Draws", "grouping", "numbering"]
 
 
 class Draws(NamedTuple):
@@ -121,11 +121,7 @@ class DeadlineMixer:
             drawn = _Run(jobs).at_times(np.searchsorted(jobs.releases, times, "left").tolist())
             sources = jobs.sources[drawn]
         # The k-th sample of a source that is drawn has to be known.
-        order = grouping(sources)
-        counts = np.bincount(sources, minlength=len(known))
-        nth = np.empty(len(sources), np.int64)
-        nth[order] = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
-        beyond = np.flatnonzero(nth >= known[sources])
+        beyond = np.flatnonzero(numbering(sources) >= known[sources])
         if not beyond.size:
             return Draws(sources, None)
         first = int(beyond[0])
@@ -172,6 +168,14 @@ class DeadlineMixer:
 def grouping(sources: IntArray) -> IntArray:
     """int64 [n], not negative -> the stable order by source: an integer of two bytes sorts in a fifth of the time."""
     return np.argsort(sources.astype(np.uint16) if sources.max(initial=0) < 1 << 16 else sources, kind="stable")
+
+
+def numbering(sources: IntArray) -> IntArray:
+    """int64 [n], not negative -> int64 [n]: how many of the same source come before each."""
+    counts = np.bincount(sources)
+    found = np.empty(len(sources), np.int64)
+    found[grouping(sources)] = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return found
 
 
 class _Jobs(NamedTuple):
