@@ -28,7 +28,7 @@ from megascale_lightning.client.changes import cost_problem
 from megascale_lightning.config import LoaderConfig
 from megascale_lightning.errors import ConfigError, StateError
 from megascale_lightning.planning.calibration import CalibratedCost
-from megascale_lightning.streams import StreamSpec, initial_state
+from megascale_lightning.streams import StreamSpec, initial_levels, initial_state
 from megascale_lightning.types import CostChange, LoaderState, MixtureChange
 from megascale_lightning.version import __version__
 
@@ -135,18 +135,38 @@ class SavedStates:
         self._check_costs(stream, state)
         if "passes" in changed:
             state = replace(state, passes=int(state.sources["epoch"].min(initial=0)))
-        state = restart(state, [names.index(name) for name in restarted_sources(changed, names)])
+        anew = [names.index(name) for name in restarted_sources(changed, names)]
+        state = restart(state, anew)
+        curriculum = self._specs[stream].curriculum
+        if curriculum is not None and len(anew) == len(names):
+            state = replace(state, levels=initial_levels(state.sources, curriculum.num_levels))
+        self._check_levels(stream, state)
         self._check_windows(stream, state)
         return state
 
+    def _check_levels(self, stream: str, state: LoaderState) -> None:
+        """The number of levels follows from the curriculum, which is the same by now."""
+        curriculum = self._specs[stream].curriculum
+        wanted = 0 if curriculum is None else curriculum.num_levels
+        count = 0 if state.levels is None else state.levels.shape[1]
+        if count != wanted and (count or state.step):  # before the first step there are none
+            raise StateError(
+                f"the loader state is damaged: it holds the places of {count} levels a source (levels.count), and the "
+                f"curriculum has {wanted} of them"
+            )
+
     def _check_windows(self, stream: str, state: LoaderState) -> None:
         """Parts are looked for where they are read: how many a window has is not known before."""
-        for source, window in zip(self._specs[stream].sources, state.sources["window"].tolist(), strict=True):
-            if window >= max(source.num_windows, 1):
-                raise StateError(
-                    f"the loader state is damaged: sources.{source.name}.window is {window}, and the source has "
-                    f"{source.num_windows} of them, counted from 0"
-                )
+        for index, source in enumerate(self._specs[stream].sources):
+            places = [(f"sources.{source.name}.window", int(state.sources["window"][index]))]
+            if state.levels is not None:
+                places.append((f"levels: of {source.name} a window", int(state.levels["window"][index].max())))
+            for name, window in places:
+                if window >= max(source.num_windows, 1):
+                    raise StateError(
+                        f"the loader state is damaged: {name} is {window}, and the source has {source.num_windows} of "
+                        "them, counted from 0"
+                    )
 
     def _check_costs(self, stream: str, state: LoaderState) -> None:
         """What is to take the place of the strategy's costs has to fit this strategy, too."""

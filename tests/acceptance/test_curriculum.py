@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from megascale_lightning import Curriculum, LoaderConfig, MegaScaleLoader, PaddedRows, Source, StateError
+from megascale_lightning.checkpointing.packing import pack_records, unpack_records
+from megascale_lightning.types import LEVEL_STATE
 
 SIZE = 400
 
@@ -101,7 +103,11 @@ def test_a_state_goes_on_and_a_different_curriculum_is_refused_unless_forced(cor
             loader.load_state_dict(saved)
         with MegaScaleLoader(config_for(corpus, changed, force_resume=["strategy"])) as loader:
             loader.load_state_dict(saved)
+            at_once = json.loads(json.dumps(loader.state_dict()))
             found = steps_of(loader, 10**6)
+        with MegaScaleLoader(config_for(corpus, changed)) as loader:
+            loader.load_state_dict(at_once)
+            assert steps_of(loader, 3) == found[:3], "as it was saved before a step of its own"
         left = {piece[:4] for step in found for piece in step}
         given = {piece[:4] for step in whole for piece in step}
         assert given <= left, "what waited is not lost"
@@ -117,6 +123,42 @@ def test_a_state_goes_on_and_a_different_curriculum_is_refused_unless_forced(cor
     with MegaScaleLoader(config_for(corpus, force_resume=["strategy"])) as loader:
         loader.load_state_dict(plain)
         assert len(steps_of(loader, 10**6)) == 80
+
+
+def test_levels_that_the_run_does_not_have_are_refused(corpus: Path) -> None:
+    with MegaScaleLoader(config_for(corpus)) as loader:
+        fresh = loader.state_dict()
+        steps_of(loader, 12)
+        saved = loader.state_dict()
+    count = saved["levels"]["count"]
+    places = unpack_records(saved["levels"]["packed"], LEVEL_STATE, 2 * count).reshape(2, count)
+    beyond = places.copy()
+    beyond["window"][0, 3] = 40
+    fewer = {"count": count - 1, "packed": pack_records(places[:, 1:].ravel())}
+    without = {name: value for name, value in saved.items() if name != "levels"}
+    cases = [
+        ({**saved, "levels": fewer}, rf"places of {count - 1} levels a source .* the curriculum has {count}"),
+        (without, rf"places of 0 levels a source .* the curriculum has {count}"),
+        (
+            {**saved, "levels": {"count": count, "packed": pack_records(beyond.ravel())}},
+            r"levels: of code a window is 40, and the source has 1 of them",
+        ),
+    ]
+    with MegaScaleLoader(config_for(corpus)) as loader:
+        for damaged, said in cases:
+            with pytest.raises(StateError, match=f"damaged: .*{said}"):
+                loader.load_state_dict(damaged)
+        loader.load_state_dict(fresh)
+        loader.load_state_dict(saved)
+    with MegaScaleLoader(config_for(corpus, None)) as loader:
+        steps_of(loader, 2)
+        plain = loader.state_dict()
+        with pytest.raises(StateError, match=rf"damaged: .*places of {count} levels a source .* the curriculum has 0"):
+            loader.load_state_dict({**plain, "levels": saved["levels"]})
+    for changed in (Curriculum("noise", [(0, 0.3), (40, 0.9)]), None):
+        with MegaScaleLoader(config_for(corpus, changed, force_resume=["strategy"])) as loader:
+            for damaged, _ in cases:
+                loader.load_state_dict(damaged)  # every source begins anew
 
 
 def test_evaluations_have_none(corpus: Path) -> None:
