@@ -11,7 +11,7 @@ from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.loading.finding import Found, RecordFinder
 from megascale_lightning.planning.blocks import Block
 from megascale_lightning.streams import StreamSpec
-from megascale_lightning.types import LoaderState
+from megascale_lightning.types import IntArray, LoaderState
 
 __all__ = ["SampleLife", "life_of"]
 
@@ -21,8 +21,10 @@ class SampleLife(NamedTuple):
 
     life: str
     """"ahead": not drawn yet. "carried": drawn, and waits for a row. "delivered": handed out, on this rank or another,
-    in a step that is not consumed yet. "consumed". "dropped": left out, see `reason`. "passed": consumed, or left out
-    with an incomplete last step (`last_step="drop"`), which the state does not tell apart."""
+    in a step that is not consumed yet. "consumed". "dropped": left out, see `reason`. "passed", with
+    `last_step="drop"`, once the stream or the pass is over: consumed, or left out with an incomplete last step, which
+    the state does not tell apart; while the step before that is handed out and not consumed, it may also be in a
+    microbatch of that step that this rank was not handed."""
     step: int = -1
     """Of a delivered sample, where it is known."""
     reason: str = ""
@@ -52,7 +54,7 @@ def life_of(
         DataError: The part that it is in cannot be read.
     """
     epoch, unit, row, *piece = sample_id
-    later = {state.step: state}
+    later, handed = {state.step: state}, list(handed)
     for info in handed:
         later |= {known.step: known for known in (info._before, info._after) if known.step > state.step}
     states = [later[step] for step in sorted(later)]
@@ -61,7 +63,8 @@ def life_of(
     if not spec.sources[source].together and (epoch, window) > reached:
         return SampleLife("ahead")
     found = finder.find(epoch, unit, row)
-    carried = [_is_carried(known, source, epoch, unit, row, piece) for known in states]
+    sample = (source, epoch, unit, row, *piece[:1])
+    carried = [_is_among(known.carry, sample) for known in states]
     drawn = [_is_drawn(spec, known, source, found) for known in states]
     given = [is_drawn and not waits for is_drawn, waits in zip(drawn, carried, strict=True)]
     if not drawn[-1]:
@@ -71,11 +74,14 @@ def life_of(
     if not any(given):
         return SampleLife("carried")
     at = given.index(True)
+    after = states[at].step
+    if spec.last_step == "drop" and (states[at].ended or states[at].passes > epoch):
+        # The state behind a last step is that of the end, where what was left over for another step is gone, too.
+        shown = at > 0 and any(info.step == after - 1 and _is_among(info._pieces, sample) for info in handed)
+        return SampleLife("delivered", after - 1) if shown else SampleLife("passed")
     if at == 0:
-        ended = state.ended or state.passes > epoch
-        return SampleLife("passed" if spec.last_step == "drop" and ended else "consumed")
-    before, after = states[at - 1].step, states[at].step
-    return SampleLife("delivered", before if after == before + 1 else -1)
+        return SampleLife("consumed")
+    return SampleLife("delivered", after - 1 if states[at - 1].step == after - 1 else -1)
 
 
 def _is_drawn(spec: StreamSpec, state: LoaderState, source: int, found: Found) -> bool:
@@ -98,7 +104,7 @@ def _place(stands: np.void) -> tuple[int, ...]:
     return tuple(int(stands[name]) for name in ("epoch", "window", "part", "offset"))
 
 
-def _is_carried(state: LoaderState, source: int, epoch: int, unit: int, row: int, piece: Sequence[int]) -> bool:
-    carry = state.carry
-    here = (carry["source"] == source) & (carry["epoch"] == epoch) & (carry["unit"] == unit) & (carry["row"] == row)
-    return bool(np.any(here & (carry["start"] == piece[0]) if piece else here))
+def _is_among(pieces: IntArray, sample: Sequence[int]) -> bool:
+    """Whether a sample, or a piece of one, is among PIECE [n]: source, epoch, unit and row, and start of a piece."""
+    names = ("source", "epoch", "unit", "row", "start")
+    return bool(np.all([pieces[name] == at for name, at in zip(names, sample, strict=False)], axis=0).any())

@@ -141,6 +141,26 @@ def test_a_last_step_that_is_dropped_is_not_told_apart(paths: dict[str, str]) ->
     assert lost == {sample for sample in lives if is_filtered(sample)}
 
 
+@pytest.mark.parametrize("passes", [False, True])
+def test_what_is_left_over_is_not_delivered_with_the_last_step(paths: dict[str, str], passes: bool) -> None:
+    web = Source("web", paths["web"], epochs=None if passes else 1, transform=filtered, overlong="truncate")
+    config = config_of(paths, sources=[web], last_step="drop", global_batch_size=11)
+    with MegaScaleLoader(config, auto_consume=False, passes=passes) as loader:
+        infos = []
+        for batch in loader:
+            infos.append(batch["megascale"])
+            if infos[-1].is_last_in_pass:
+                break
+        given = {sample[:4]: info.step for info in infos for row in info.sample_ids() for sample in row}
+        lives = {sample: loader.lineage(sample) for sample in everything() if sample[0] == "web"}
+        kept = {sample: life for sample, life in lives.items() if not is_filtered(sample)}
+        assert {sample: life.step for sample, life in kept.items() if life.life == "delivered"} == given
+        assert {life.life for sample, life in kept.items() if sample not in given} == {"passed"}
+        for info in infos:
+            loader.mark_consumed(info)
+        assert {loader.lineage(sample).life for sample in kept} == {"passed"}
+
+
 def by_patches(lengths: Any, patches: Any) -> Any:
     return lengths + patches
 
