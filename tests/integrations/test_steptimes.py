@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from megascale_lightning import CollatedRows, ConfigError, MegaScaleDataModule, MegaScaleWarning, Source
+from megascale_lightning import (
+    Balanced,
+    CollatedRows,
+    ConfigError,
+    CostOf,
+    Curriculum,
+    HybridVLM,
+    MegaScaleDataModule,
+    MegaScaleWarning,
+    PackedRows,
+    Source,
+    TokenCount,
+)
 from megascale_lightning.integrations.lightning.steptimes import StepTimes
 from megascale_lightning.planning.calibration import CalibratedCost, CostCalibrator, microbatch_features
 from tests.integrations.corpora import real_data
@@ -251,3 +263,41 @@ def test_what_is_wrong_with_placing_is_said() -> None:
     trainer = SimpleNamespace(datamodule=None)
     with pytest.raises(ConfigError, match=r"StepTimes\(place_every_n_steps=...\) needs a MegaScaleDataModule"):
         StepTimes(place_every_n_steps=5).setup(trainer, Model(), "fit")  # type: ignore[arg-type]
+
+
+def by_patches(lengths: Any, patches: Any) -> Any:
+    return lengths + patches
+
+
+PLACING = StepTimes(place_every_n_steps=4, images=lambda batch: {"patches": 4, "images": 1})
+
+
+@pytest.mark.parametrize(
+    ("times", "strategy", "said"),
+    [
+        (StepTimes(place_every_n_steps=4), HybridVLM(TokenCount(), TokenCount()), "2 costs .* take a strategy of one"),
+        (PLACING, None, "some of .*'patches'.*described by lengths alone"),
+        (PLACING, Curriculum("score", [(0, 1)]), r"described by \['score'\]"),
+    ],
+)
+def test_what_rows_cannot_be_placed_by_is_refused_at_once(times: StepTimes, strategy: Any, said: str) -> None:
+    data = MegaScaleDataModule(sources=[Source("all", "x.parquet")], rows=PackedRows(8, 1), strategy=strategy)
+    trainer = SimpleNamespace(datamodule=data)
+    with pytest.raises(ConfigError, match=said):
+        times.setup(trainer, Model(), "fit")  # type: ignore[arg-type]
+    times.setup(trainer, Model(), "validate")  # type: ignore[arg-type]
+
+
+def test_rows_are_placed_by_what_is_described_alone() -> None:
+    """Of what there is to see in a batch is known only once it is there."""
+    strategy = Balanced(CostOf(by_patches, ("patches",)))
+    data = MegaScaleDataModule(sources=[Source("all", "x.parquet")], rows=PackedRows(8, 1), strategy=strategy)
+    info = SimpleNamespace(step=0, row_weights=np.ones(1), lengths=np.array([5]))
+    clocked = SimpleNamespace(device=torch.device("cpu"), parameters=lambda: iter(()), automatic_optimization=True)
+    patches = StepTimes(place_every_n_steps=4, images=lambda batch: {"patches": 4})
+    for times, allowed in ((patches, True), (PLACING, False)):
+        times.setup(SimpleNamespace(datamodule=data), clocked, "fit")  # type: ignore[arg-type]
+        times.on_train_epoch_start(None, clocked)  # type: ignore[arg-type]
+        refused = pytest.raises(ConfigError, match=r"images= gives \['images'\], .* \['patches'\]")
+        with nullcontext() if allowed else refused:
+            times.on_train_batch_start(None, None, {"megascale": info}, 0)  # type: ignore[arg-type]

@@ -6,9 +6,9 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning as L
 import torch
@@ -16,13 +16,15 @@ import torch
 from megascale_lightning.client.info import INFO_KEY, BatchInfo
 from megascale_lightning.errors import ConfigError, MegaScaleWarning
 from megascale_lightning.integrations.lightning.mixture import data_of
-from megascale_lightning.planning.calibration import CostCalibrator, check_scipy, microbatch_features
+from megascale_lightning.planning.calibration import OF_METADATA, CostCalibrator, check_scipy, microbatch_features
+from megascale_lightning.planning.strategies import Balanced, declared_by
 from megascale_lightning.types import FloatArray
 
 __all__ = ["StepTimes"]
 
 logger = logging.getLogger(__name__)
 
+_PLACING: Final = "StepTimes(place_every_n_steps=...)"
 MAX_PENDING = 64
 """Microbatches whose CUDA events may be under way before the oldest is waited for."""
 
@@ -45,7 +47,8 @@ class StepTimes(L.Callback):
             `set_cost`: rows are placed by them from `mixture_lead_steps` later on, in place of the one cost that the
             strategy declares. As long as the times do not suffice, it stays. None: never.
         images: `images(batch)` gives what there is to see in a microbatch: a mapping with the sums `patches`,
-            `patch_pairs` and `images` of `microbatch_features`, some or all; None: nothing.
+            `patch_pairs` and `images` of `microbatch_features`, some or all; None: nothing. With `place_every_n_steps`
+            only those that the strategy's cost is by: rows cannot be placed by others.
 
     Raises:
         ConfigError: There is something to fit for and no SciPy to fit with, or `place_every_n_steps` is below 1.
@@ -67,6 +70,7 @@ class StepTimes(L.Callback):
         self._every_n_steps = every
         self._path = None if path is None else Path(path)
         self._images = images
+        self._described: frozenset[str] | None = None  # what rows can be placed by, where they are to be
         self.calibrator = CostCalibrator() if calibrator is None else calibrator
         """Holds the times so far; those that a device still works on are missing."""
         self._hooks: list[Any] = []
@@ -79,10 +83,11 @@ class StepTimes(L.Callback):
         """Check that there is one backward pass for a microbatch, and rows to place.
 
         Raises:
-            ConfigError: The module optimizes by itself, or the rows that are to be placed are not ours.
+            ConfigError: The module optimizes by itself, or the rows that are to be placed are not ours, or not by what
+                is measured.
         """
         if stage == "fit" and self._every_n_steps is not None:
-            data_of(trainer, "StepTimes(place_every_n_steps=...)")
+            self._described = self._check_cost(data_of(trainer, _PLACING).config.strategy)
         if stage == "fit" and not pl_module.automatic_optimization:
             raise ConfigError(
                 "StepTimes: with automatic_optimization = False a step may have several backward passes, and optimizer "
@@ -102,12 +107,18 @@ class StepTimes(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin."""
+        """Begin.
+
+        Raises:
+            ConfigError: Rows are to be placed by what the strategy's cost is not by.
+        """
         info = _info_of(trainer, batch)
         self._step = info.step
         self._features = None
         if (info.row_weights > 0).all():
             seen = {} if self._images is None else dict(self._images(batch))
+            if self._described is not None and not self._described.issuperset(seen):
+                raise ConfigError(_no_fields(str(sorted(set(seen) - self._described)), self._described))
             self._features = microbatch_features(info.lengths, **seen)
             self._at_backward = False
             self._clock.start()  # type: ignore[union-attr]  # made at the start of the epoch
@@ -151,6 +162,20 @@ class StepTimes(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Stop watching."""
         self._unhook()
+
+    def _check_cost(self, strategy: Any) -> frozenset[str]:
+        """What is described of a sample beside its length; refuses a strategy that one measured cost does not fit."""
+        declared = declared_by(Balanced() if strategy is None else strategy)
+        if len(declared.costs) != 1:
+            raise ConfigError(
+                f"{_PLACING}: the strategy declares {len(declared.costs)} costs ({declared.cost_names}), and the time "
+                "of a microbatch is one: take a strategy of one cost, such as Balanced(...), or measure the parts "
+                "yourself and hand them to set_cost"
+            )
+        fields = frozenset(declared.fields)
+        if self._images is not None and fields.isdisjoint(OF_METADATA):
+            raise ConfigError(_no_fields(f"some of {list(OF_METADATA)}", fields))
+        return fields
 
     def _place(self, trainer: L.Trainer) -> None:
         try:
@@ -227,6 +252,14 @@ class _CudaClock:
             self._pending.popleft()
             done.append((features, start.elapsed_time(end) / 1000, step))
         return done
+
+
+def _no_fields(given: str, described: Collection[str]) -> str:
+    return (
+        f"{_PLACING}: images= gives {given}, and samples are described by {sorted(described) or 'lengths alone'}, what "
+        "the strategy is by: rows cannot be placed by anything else; give a strategy whose cost is by these fields, "
+        "such as Balanced(cost=CostOf(..., fields)), or leave them out of images="
+    )
 
 
 def _info_of(trainer: L.Trainer, batch: Any) -> BatchInfo:
