@@ -208,7 +208,7 @@ class PartMaker(ABC):
             raise CorruptDataError(f'{error}; on_error="skip" leaves out what is broken') from error
         known = int(self._manifest.units[unit]["rows"])
         count = (known if segment.row_stop < 0 else segment.row_stop) - start
-        if known < 0:
+        if known < 0 and segment.row_stop:
             start, count = WHOLE_UNIT, 1
         if self._quarantine is not None:
             size = int(self._manifest.units[unit]["bytes"])

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from megascale_lightning.errors import ConfigError, DataError
-from megascale_lightning.loading.reasons import KEPT, OVERLONG, PARTNER, REASONS
+from megascale_lightning.errors import ConfigError, CorruptDataError, DataError
+from megascale_lightning.loading.reasons import KEPT, OVERLONG, PARTNER, READ_ERROR, REASONS
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.order import Segment
 from megascale_lightning.sources.records import RecordBlock, SourceReader, missing_key
@@ -22,8 +22,11 @@ _AHEAD: Final = 64
 """Records that are looked at at once for the end of a group."""
 _MOST: Final = 4096
 """Records that are looked at for it in all: behind them it is no group that somebody meant."""
+_SCANNED: Final = 4096
+"""Records whose ids are read at once to see whether those of a unit can be read."""
 _UNKNOWN: Final = object()
-"""Id of a record that cannot be read: it may belong to the records on either side, and is taken to."""
+"""Id of a record that cannot be read: it may belong to the records on either side, and is taken to. So a unit whose ids
+are broken belongs, as a whole, to the group before it, and to that goes the group behind it."""
 
 
 def check_together(source: Source, manifest: Manifest) -> None:
@@ -58,6 +61,7 @@ class Partners:
         self._source, self._manifest, self._reader = source, manifest, reader
         self._name: str = source.together
         self._last: dict[int, list[Any]] = {}
+        self._broken: set[int] = set()
 
     def settle(self, segment: Segment) -> list[Segment]:
         """The records from the first group that begins in the segment to the end of the last that does.
@@ -129,6 +133,11 @@ class Partners:
         """Unit and row of the first record, from this one on, that begins a group, or a file."""
         before, start, seen = self._before(unit, row), (unit, row), 0
         while before:
+            if self._is_broken(unit):
+                unit, row, before = unit + 1, 0, [_UNKNOWN]
+                if not self._follows(unit):
+                    break
+                continue
             block = self._reader.read(unit, row, row + _AHEAD)
             ids = self.ids(block)
             begins = np.flatnonzero(~_joined([*before, *ids])[1:])
@@ -149,14 +158,30 @@ class Partners:
     def _before(self, unit: int, row: int) -> list[Any]:
         """The id of the record before this one; empty where there is none in the file."""
         if row:
-            return self.ids(self._reader.read(unit, row - 1, row))
-        if not self._follows(unit):
-            return []
-        if unit - 1 not in self._last:
-            rows = int(self._manifest.units["rows"][unit - 1])
-            block = self._reader.read(unit - 1, max(rows - 1, 0), rows)
-            self._last[unit - 1] = self.ids(block)[-1:] or self._before(unit - 1, 0)
-        return self._last[unit - 1]
+            return [_UNKNOWN] if self._is_broken(unit) else self.ids(self._reader.read(unit, row - 1, row))
+        return self._last_of(unit - 1) if self._follows(unit) else []
+
+    def _is_broken(self, unit: int) -> bool:
+        self._last_of(unit)
+        return unit in self._broken
+
+    def _last_of(self, unit: int) -> list[Any]:
+        """The id of the last record of a unit, or of one before it in the file; empty where there is none.
+
+        All ids of the unit are read for it, once: whether they are broken must not depend on where one looks.
+        """
+        if unit not in self._last:
+            rows = int(self._manifest.units["rows"][unit])
+            found: list[Any] = []
+            try:
+                for start in range(0, max(rows, 1), _SCANNED):
+                    block = self._reader.read(unit, start, -1 if rows < 0 else min(start + _SCANNED, rows))
+                found = self.ids(block)[-1:]
+            except CorruptDataError:
+                self._broken.add(unit)
+                found = [_UNKNOWN]
+            self._last[unit] = found or self._before(unit, 0)
+        return self._last[unit]
 
     def _id(self, block: RecordBlock, index: int) -> Any:
         assert block.objects is not None
@@ -193,7 +218,9 @@ def settle_partners(
         DataError: A group is longer than a row under `overlong="error"`, or has lost a record under `on_error="raise"`.
     """
     groups = np.cumsum(~joined) - 1
-    over = (np.bincount(groups, lengths) > capacity)[groups] & (codes == KEPT)
+    # Where a record cannot be read, there may be two groups in one, each of which would fit.
+    over = (np.bincount(groups, lengths) > capacity) & (np.bincount(groups, codes == READ_ERROR) == 0)
+    over = over[groups] & (codes == KEPT)
     if over.any() and source.overlong == "error":
         at = int(np.flatnonzero(over)[0])
         raise DataError(

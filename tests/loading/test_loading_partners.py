@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale_lightning.errors import ConfigError, DataError
+from megascale_lightning.errors import ConfigError, CorruptDataError, DataError
 from megascale_lightning.loading import partners
+from megascale_lightning.loading.reasons import READ_ERROR
 from megascale_lightning.rows import PackedRows
 from megascale_lightning.sources import Source
 from megascale_lightning.sources.formats import jsonl
@@ -150,11 +151,70 @@ class TestDrops:
         assert meta.kept.tolist() == [True, False, False, False, False, True]
         assert self.counts(meta) == {"read_error": 1, "partner": 3}
 
+    def test_two_groups_around_it_are_not_one_that_is_too_long(self, tmp_path):
+        _, path = write(tmp_path, [2, 1, 2], kind="jsonl", lengths=[20] * 5)
+        stored = (tmp_path / "data.jsonl").read_text().splitlines()
+        (tmp_path / "data.jsonl").write_text("\n".join([*stored[:2], "{spoilt", *stored[3:]]) + "\n")
+        (meta,) = parts_of(path, on_error="skip", overlong="error", shuffle=False)
+        assert self.counts(meta) == {"read_error": 1, "partner": 4}
+
     def test_null_stands_alone(self, tmp_path):
         table = pa.table({"input_ids": [[1]] * 4, "pair": pa.array([None, None, 7, 7])})
         pq.write_table(table, tmp_path / "data.parquet")
         (meta,) = parts_of(str(tmp_path / "data.parquet"), shuffle=False)
         assert meta.joined.tolist() == [False, False, False, True]
+
+
+class TestBrokenUnits:
+    """A row group whose ids cannot be read is lost with the two groups that adjoin it; all else is there, once."""
+
+    SIZES = (2, 3, 1, 4, 2, 3, 2, 4, 2, 3, 1, 2, 4, 3, 2, 3, 4, 2, 3, 1, 4, 2, 3, 2, 3, 4)
+    ROWS = 23
+
+    def broken(self, path, *units):
+        """The file with the stored ids of these row groups overwritten."""
+        content = bytearray(path.read_bytes())
+        for unit in units:
+            column = pq.read_metadata(path).row_group(unit).column(1)
+            assert column.path_in_schema == "pair"
+            start = column.dictionary_page_offset or column.data_page_offset
+            content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+        (path.parent / "broken.parquet").write_bytes(content)
+        return str(path.parent / "broken.parquet")
+
+    def lost(self, ids, *units):
+        """Numbers of the records that are to be gone."""
+        near = np.isin(np.arange(-1, len(ids) + 1) // self.ROWS, units)
+        near = near[:-2] | near[1:-1] | near[2:]
+        return np.flatnonzero(np.isin(ids, ids[near])).tolist()
+
+    @pytest.mark.parametrize("units", [(1,), (0,), (2,), (1, 2)])
+    @pytest.mark.parametrize("part_bytes", [60, 200, 10**6])
+    @pytest.mark.parametrize("shuffle", [False, True])
+    def test_only_they_and_the_groups_beside_them_go(self, tmp_path, units, part_bytes, shuffle, monkeypatch):
+        monkeypatch.setattr(partners, "_SCANNED", 10)
+        ids, _ = write(tmp_path, self.SIZES, group_rows=self.ROWS)
+        path = self.broken(tmp_path / "data.parquet", *units)
+        metas = parts_of(path, part_bytes=part_bytes, on_error="skip", shuffle=shuffle)
+        assert len(metas) > 3 or part_bytes > 200
+        records = [records_of(path, meta.pieces, self.ROWS) for meta in metas]
+        assert sorted(np.concatenate(records).tolist()) == list(range(len(ids)))
+        kept = np.concatenate([found[meta.kept] for found, meta in zip(records, metas, strict=True)])
+        assert sorted(set(range(len(ids))) - set(kept.tolist())) == self.lost(ids, *units)
+        for found, meta in zip(records, metas, strict=True):
+            for group in groups_of(meta):
+                numbers = set(ids[found[group]].tolist())
+                assert len(numbers) == 1 or not meta.kept[group].any()
+                if meta.kept[group].any():
+                    assert len(group) == self.SIZES[numbers.pop()]
+        lost = np.concatenate([found[meta.reason == READ_ERROR] for found, meta in zip(records, metas, strict=True)])
+        assert sorted(lost.tolist()) == [at for at in range(len(ids)) if at // self.ROWS in units]
+
+    def test_it_is_said(self, tmp_path):
+        write(tmp_path, self.SIZES, group_rows=self.ROWS)
+        path = self.broken(tmp_path / "data.parquet", 1)
+        with pytest.raises(CorruptDataError, match=r'(?s)unit 1.* on_error="skip" leaves out what is broken'):
+            parts_of(path)
 
 
 class TestRefusals:
