@@ -171,14 +171,16 @@ class TestBrokenUnits:
     SIZES = (2, 3, 1, 4, 2, 3, 2, 4, 2, 3, 1, 2, 4, 3, 2, 3, 4, 2, 3, 1, 4, 2, 3, 2, 3, 4)
     ROWS = 23
 
-    def broken(self, path, *units):
-        """The file with the stored ids of these row groups overwritten."""
+    def broken(self, path, *units, behind=0.0):
+        """The file with the stored ids of these row groups overwritten, behind so much of them."""
         content = bytearray(path.read_bytes())
         for unit in units:
             column = pq.read_metadata(path).row_group(unit).column(1)
             assert column.path_in_schema == "pair"
             start = column.dictionary_page_offset or column.data_page_offset
-            content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+            stop = start + column.total_compressed_size
+            start += int(behind * column.total_compressed_size)
+            content[start:stop] = b"\xff" * (stop - start)
         (path.parent / "broken.parquet").write_bytes(content)
         return str(path.parent / "broken.parquet")
 
@@ -209,6 +211,20 @@ class TestBrokenUnits:
                     assert len(group) == self.SIZES[numbers.pop()]
         lost = np.concatenate([found[meta.reason == READ_ERROR] for found, meta in zip(records, metas, strict=True)])
         assert sorted(lost.tolist()) == [at for at in range(len(ids)) if at // self.ROWS in units]
+
+    @pytest.mark.parametrize("behind", [0.2, 0.5, 0.8])
+    def test_one_that_is_broken_in_the_middle_is_broken(self, tmp_path, behind, monkeypatch):
+        monkeypatch.setattr(partners, "_AHEAD", 16)
+        ids = np.repeat(np.arange(100), 5)
+        table = pa.table({"input_ids": [[1]] * 500, "pair": [f"pair {group}" for group in ids.tolist()]})
+        pages = {"use_dictionary": False, "data_page_size": 64, "write_batch_size": 4}
+        pq.write_table(table, tmp_path / "data.parquet", row_group_size=248, **pages)
+        path = self.broken(tmp_path / "data.parquet", 0, behind=behind)
+        metas = parts_of(path, part_bytes=300, on_error="skip")
+        found = np.concatenate([records_of(path, meta.pieces, 248) for meta in metas])
+        assert sorted(found.tolist()) == list(range(500))
+        kept = np.concatenate([meta.kept for meta in metas])
+        assert sorted(found[kept].tolist()) == list(range(250, 500))
 
     def test_it_is_said(self, tmp_path):
         write(tmp_path, self.SIZES, group_rows=self.ROWS)
