@@ -232,7 +232,7 @@ class LoaderState:
 
     @property
     def waiting(self) -> IntArray:
-        """int64 [num_sources]: samples that a curriculum has passed over so far."""
+        """int64 [num_sources]: samples that a curriculum has passed over so far; records that stay together are one."""
         if self.levels is None:
             return np.zeros(len(self.sources), np.int64)
         found: IntArray = (self.levels["seen"] - self.levels["drawn"]).sum(axis=1)

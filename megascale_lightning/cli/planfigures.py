@@ -91,12 +91,22 @@ class PlanFigures:
             "cost": declared_by(spec.strategy).cost_names,
             "planning_ms": float(np.median(self._seconds)) * 1e3,
             "lengths": self._histogram(),
-            "notes": [redact(note) for note in run.notes],
+            "notes": [redact(note) for note in (*run.notes, *self._notes())],
             "each_step": self._each_step(given),
         }
 
+    def _notes(self) -> list[str]:
+        """Where shares are not counted as the mixture counts: a plan does not tell which records stay together."""
+        names = [source.name for source in self._spec.sources if source.together]
+        if not names or self._spec.mixture_unit != "samples" or len(self._spec.sources) == 1:
+            return []
+        return [
+            f"samples and shares given of {names} are of records, and the mixture counts those that stay together as "
+            "one sample: more is given of these sources than their target says"
+        ]
+
     def _shares(self, given: IntArray) -> FloatArray:
-        """[steps, sources]: of the samples or tokens of a step, as the mixture counts them."""
+        """[steps, sources]: of the samples or tokens of a step, as the mixture counts them; but see `_notes`."""
         amounts = given[:, self._counted].astype(np.float64)
         shares: FloatArray = amounts / np.maximum(amounts.sum(axis=1, keepdims=True), 1)
         return shares

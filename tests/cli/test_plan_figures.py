@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -127,6 +128,20 @@ class TestMixture:
         assert drawn[0] == pytest.approx(0.75 * sum(drawn), abs=1)
         given = [source["samples"] for source in found["sources"]]
         assert [source["share"] for source in found["sources"]] == [count / sum(given) for count in given]
+
+    def test_records_that_stay_together_are_given_one_by_one(self, figures: Any, text: Any) -> None:
+        table = pa.table({"input_ids": [[1, 2]] * 400, "pair": np.arange(400) // 2})
+        pq.write_table(table, "pairs.parquet")
+        pairs = Source("pairs", "pairs.parquet", together="pair", overlong="drop")
+        found = figures(settings(web(), pairs), "--steps", "10")
+        share = found["sources"][1]["share"]
+        assert (found["sources"][1]["target"], share) == (0.5, pytest.approx(2 / 3, abs=0.05))
+        (note,) = found["notes"]
+        assert "given of ['pairs'] are of records, and the mixture counts those that stay together as one" in note
+        assert note in text(settings(web(), pairs), "--steps", "10")
+        tokens = Mixture({"web": 1, "pairs": 1}, unit="tokens")
+        for config in (settings(pairs), settings(web(), docs()), settings(web(), pairs, mixture=tokens)):
+            assert figures(config, "--steps", "2")["notes"] == []
 
     def test_of_tokens(self, figures: Any) -> None:
         config = settings(web(), docs(), mixture=Mixture({"web": 1, "docs": 3}, unit="tokens"))
