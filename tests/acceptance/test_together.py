@@ -22,6 +22,7 @@ from megascale_lightning import (
     Source,
     StateError,
 )
+from megascale_lightning.loading.quarantine import read_lines
 
 from .harness import Step, World, run_world
 
@@ -118,6 +119,30 @@ def test_a_resume_at_every_step_gives_the_same(paths: tuple[str, str]) -> None:
     lost = sorted(set(range(len(SIZES))) - set(given))
     assert sum(counts.values()) == int(SIZES[lost].sum())
     assert set(counts) == {"filtered", "partner", "overlong"}
+
+
+def test_a_row_group_whose_ids_are_broken(paths: tuple[str, str], tmp_path: Path) -> None:
+    """It is gone with the groups that it cuts and touches; all others are there, and no record is counted twice."""
+    content = bytearray(Path(paths[0]).read_bytes())
+    column = pq.read_metadata(paths[0]).row_group(1).column(1)
+    start = column.dictionary_page_offset
+    content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    (tmp_path / "pairs.parquet").write_bytes(content)
+    pairs = {"on_error": "quarantine", "overlong": "drop"}
+    config = config_of((str(tmp_path / "pairs.parquet"), paths[1]), pairs, quarantine_dir=str(tmp_path / "bad"))
+    steps = run_world(config, dp=2, keep_states=True)
+    given = check_together(steps)
+    assert max(given.values()) == 1
+    assert steps[-1].state is not None
+    counts = dropped_of(steps[-1].state)
+    lost = sorted(set(range(len(SIZES))) - set(given))
+    assert set(IDS[GROUP_ROWS - 1 : 2 * GROUP_ROWS + 1].tolist()) <= set(lost)
+    assert sum(counts.values()) == int(SIZES[lost].sum())
+    assert counts["read_error"] == GROUP_ROWS
+    beside = int(np.isin(IDS, IDS[GROUP_ROWS - 1 : 2 * GROUP_ROWS + 1]).sum()) - GROUP_ROWS
+    assert counts["partner"] == beside
+    (listed,) = read_lines(tmp_path / "bad")
+    assert (listed["unit"], listed["row"], listed["reason"]) == (1, -1, "read_error")
 
 
 def test_the_order_is_of_the_settings_alone(paths: tuple[str, str]) -> None:
