@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.mixtures import is_number, is_step, step_problem
 from megascale_lightning.types import FloatArray, IntArray
 
 __all__ = ["QuantileSchedule"]
@@ -159,7 +160,7 @@ def _between(low: float, high: float) -> FloatArray:
 def _problems(field: Any, schedule: Any, quantile: Any, interpolate: Any) -> Iterator[str]:
     if not isinstance(field, str) or not field:
         yield f'field must be "length" or the name of another number of the samples, not {field!r}'
-    if not _is_number(quantile) or not 0 < quantile < 1:
+    if not is_number(quantile) or not 0 < quantile < 1:
         yield f"quantile must be above 0 and below 1, such as 0.9, not {quantile!r}"
     if interpolate not in ("step", "linear"):
         yield f"interpolate must be 'step' or 'linear', not {interpolate!r}"
@@ -172,17 +173,10 @@ def _problems(field: Any, schedule: Any, quantile: Any, interpolate: Any) -> Ite
             yield f"a point of the schedule must be (step, value), not {point!r}"
             continue
         step, value = point
-        if not _is_number(value) or not math.isfinite(value):
+        if not is_number(value) or not math.isfinite(value):
             yield f"step {step!r} of the schedule: the value must be a finite number, not {value!r}"
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            yield f"a step of the schedule must be a whole number of at least 0, not {step!r}"
-            continue
-        if before < 0 and step:
-            yield f"the first step of the schedule must be 0, not {step}"
-        elif step <= before:
-            yield f"the steps of the schedule must rise: {step} comes after {before}"
-        before = step
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        problem = step_problem(step, before)
+        if problem is not None:
+            yield problem
+        if is_step(step):
+            before = step

@@ -13,7 +13,7 @@ import numpy as np
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.types import FloatArray
 
-__all__ = ["Mixture", "WeightSchedule", "settle_points", "weight_problems"]
+__all__ = ["Mixture", "WeightSchedule", "is_number", "is_step", "settle_points", "step_problem", "weight_problems"]
 
 Point = tuple[int, dict[str, float]]
 """A step and the weights by source name from it on."""
@@ -103,7 +103,7 @@ class Mixture:
         if given is not None and not isinstance(given, Mapping):
             raise ConfigError(f"mixture must be a Mixture or weights by source name, not {type(given).__name__}")
         known = {field.name for field in fields(cls)} | {"schedule"}
-        if not given or set(given) - known or all(_is_number(value) for value in given.values()):
+        if not given or set(given) - known or all(is_number(value) for value in given.values()):
             return cls(given)
         settings = dict(given)
         if "schedule" in settings:
@@ -212,6 +212,20 @@ def stop_problems(mixture: Mixture, epochs: Mapping[str, int | None], drawn: Seq
             yield f"mixture: stop names {name!r}, whose weight is 0: it never ends"
 
 
+def is_step(step: Any) -> bool:
+    """Whether it is the number of a step: a whole number of at least 0."""
+    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
+
+
+def step_problem(step: Any, before: int) -> str | None:
+    """Why a step of a schedule cannot stand behind the one before it (-1: it is the first); None: it can."""
+    if not is_step(step):
+        return f"a step of the schedule must be a whole number of at least 0, not {step!r}"
+    if before < 0 and step:
+        return f"the first step of the schedule must be 0, not {step}"
+    return f"the steps of the schedule must rise: {step} comes after {before}" if step <= before else None
+
+
 def _point_problems(points: Any) -> Iterator[str]:
     if not isinstance(points, Sequence) or isinstance(points, str):
         yield _form(points)
@@ -222,13 +236,11 @@ def _point_problems(points: Any) -> Iterator[str]:
             yield _form(point)
             continue
         step, weights = point
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            yield f"a step of the schedule must be a whole number of at least 0, not {step!r}"
+        problem = step_problem(step, before)
+        if problem is not None:
+            yield problem
+        if not is_step(step):
             continue
-        if before < 0 and step:
-            yield f"the first step of the schedule must be 0, not {step}"
-        elif step <= before:
-            yield f"the steps of the schedule must rise: {step} comes after {before}"
         before = step
         yield from weight_problems(f"step {step} of the schedule", weights)
 
@@ -237,9 +249,10 @@ def _form(given: Any) -> str:
     return f"a schedule is a list of (step, weights by source name), such as [(0, {{'web': 1.0}})], not {given!r}"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a number, and no truth value."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_weight(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value) and value >= 0
+    return is_number(value) and math.isfinite(value) and value >= 0
