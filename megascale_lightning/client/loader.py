@@ -16,6 +16,7 @@ from megascale_lightning.client.finish import finish
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.client.iterating import Microbatches
 from megascale_lightning.client.lives import SampleLife
+from megascale_lightning.client.pinning import pin_finished
 from megascale_lightning.client.reader import InlineReader, StreamReader
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.errors import StreamError
@@ -330,7 +331,7 @@ class MegaScaleLoader:
         kind = InlineReader if self._session.reads_inline else StreamReader
         reader = kind(
             self._session.port,
-            partial(_finish, self._spec, self._session.config.rows_of(self.stream), self.last_reports),
+            pin_finished(partial(_finish, self._spec, self._session.config.rows_of(self.stream), self.last_reports)),
             stream=self.stream,
             generation=self._generation(self._state),
             group=self._group,
