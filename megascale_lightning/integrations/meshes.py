@@ -83,8 +83,8 @@ def _settle(
     tree = given or found or ClientPlaceTree.from_sizes(dp=world_size)
     if tree.ranks != tuple(range(world_size)):
         raise ConfigError(
-            f"the client place tree has {tree.world_size} places, the {owner} {world_size} ranks, from 0 on: give a tree "
-            f"(or a device mesh) that covers every rank once, for instance "
+            f"the client place tree has {tree.world_size} places, the {owner} {world_size} ranks, from 0 on: give a "
+            f"tree (or a device mesh) that covers every rank once, for instance "
             f"tree=ClientPlaceTree.from_sizes(dp={world_size}). The one that does not fit:\n{tree}"
         )
     if given is not None and found is not None and found.ranks == given.ranks:
@@ -106,8 +106,8 @@ def _check_kept_together(given: ClientPlaceTree, found: ClientPlaceTree, owner: 
         first = int(found.grid[0, apart[0][1], 0, 0])
         raise ConfigError(
             f"ranks {first} and {rank} are in one data-parallel group of the {owner}, and in two of the tree given: "
-            f"they would get different batches though they split a model. Leave the tree out, or let them share a place "
-            f"on dp. The {owner}'s:\n{found}\nThe one given:\n{given}"
+            f"they would get different batches though they split a model. Leave the tree out, or let them share a "
+            f"place on dp. The {owner}'s:\n{found}\nThe one given:\n{given}"
         )
 
 

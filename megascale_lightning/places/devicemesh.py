@@ -46,7 +46,7 @@ def layout_of(mesh: Any, axes: Sequence[str] | None = None) -> MeshLayout:
         if not complete:
             raise ConfigError(_part(own, whole))
         return MeshLayout(own.ranks, (axes,) if isinstance(axes, str) else tuple(axes))
-    readable = [layout for layout in ((own, whole) if complete else (whole,)) if not _trouble(layout.names)]
+    readable = [layout for layout in ((whole, own) if complete else (whole,)) if not _trouble(layout.names)]
     if readable:
         return max(readable, key=lambda layout: sum(size > 1 for size in layout.ranks.shape))
     raise ConfigError(_unnamed(own) if complete else _part(own, whole))
