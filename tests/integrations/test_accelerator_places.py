@@ -73,10 +73,16 @@ class TestRealAccelerator:
         assert tree == ClientPlaceTree.from_sizes(**expected)
 
     def test_ranks_of_one_group_get_one_batch(self, accelerator: Accelerator) -> None:
-        """accelerate#3092: with dp_shard x tp, ranks 0 and 1 share data, 2 and 3 do, and the two pairs differ."""
+        """accelerate#3092: with dp_shard x tp, ranks 0 and 1 share data, 2 and 3 do, and the two pairs differ.
+
+        SimpleTuner#2143: four ranks that split a sequence share one.
+        """
         configured(accelerator, dp_shard=8, tp=2)
         groups = [tree_of_accelerator(accelerator).data_group(rank) for rank in range(4)]
         assert groups == [0, 0, 1, 1]
+        configured(accelerator, dp_shard=4, cp=4)
+        groups = [tree_of_accelerator(accelerator).data_group(rank) for rank in range(8)]
+        assert groups == [0] * 4 + [1] * 4
 
     def test_a_mesh_of_ones_own(self, accelerator: Accelerator) -> None:
         """tp outermost: whoever divides the rank by tp gives the wrong batches here."""
@@ -163,7 +169,7 @@ class TestDeepSpeed:
 
 class TestProcessesThatDoNotKnowOfEachOther:
     def test_torchrun_without_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """accelerate#2741 and its like: every process would train on all the data."""
+        """Every process would train on all the data."""
         monkeypatch.setenv("WORLD_SIZE", "4")
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
         with pytest.raises(ConfigError, match=r"torchrun started 4 processes(.|\n)*ACCELERATE_USE_CPU=true"):
