@@ -21,7 +21,7 @@ ALIASES: Final[Mapping[Axis, tuple[str, ...]]] = MappingProxyType(
     {
         "pp": ("pp", "pipe", "pipeline", "pipeline_parallel"),
         "dp": (
-            *("dp", "data", "data_parallel", "ddp", "dp_replicate", "replicate"),
+            *("dp", "data", "data_parallel", "batch", "ddp", "dp_replicate", "replicate"),
             *("fsdp", "dp_shard", "shard", "dp_shard_in_ep", "dp_shard_mod_ep"),
         ),
         "cp": ("cp", "context", "context_parallel", "sp", "sequence", "sequence_parallel", "ulysses"),

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.axes import AXES, Axis, fold_axes, fold_axis
+from megascale_lightning.places.devicemesh import layout_of
+from megascale_lightning.places.drawing import draw, shorten
 from megascale_lightning.types import IntArray
 
 __all__ = ["ClientPlaceTree", "Place", "check_broadcast"]
-
-_MAX_DRAWN_LINES: Final = 48
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -28,12 +28,15 @@ class Place:
     cp: int = 0
     tp: int = 0
 
+    def __str__(self) -> str:
+        return " ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClientPlaceTree:
     """The places of all trainer ranks of a job. Immutable, picklable, equal when every rank has the same place.
 
-    Made by `from_sizes`, `from_ranks` or `from_device_mesh`.
+    Made by `from_sizes`, `from_ranks`, `from_places` or `from_device_mesh`; `print(tree)` draws it.
 
     Raises:
         ConfigError: The grid has not four axes, or a rank stands in it twice or is negative.
@@ -51,7 +54,7 @@ class ClientPlaceTree:
         grid.setflags(write=False)
         flat = {rank: index for index, rank in enumerate(grid.ravel().tolist())}
         if len(flat) < grid.size or min(flat) < 0:
-            raise ConfigError(f"every rank needs one place and a number of at least 0; given were {_shorten(grid)}")
+            raise ConfigError(f"every rank needs one place and a number of at least 0; given were {shorten(grid)}")
         object.__setattr__(self, "grid", grid)
         object.__setattr__(self, "_flat", flat)
 
@@ -95,24 +98,49 @@ class ClientPlaceTree:
         return cls(array.transpose(order).reshape(shape))
 
     @classmethod
+    def from_places(cls, places: Mapping[int, Place]) -> ClientPlaceTree:
+        """What every rank knows of itself, put together: frameworks that have process groups but no mesh.
+
+        Args:
+            places: rank -> where it stands.
+
+        Raises:
+            ConfigError: Two ranks stand on one place, or a place in between is empty.
+        """
+        if not places:
+            raise ConfigError("there are no ranks: places is empty")
+        stands = {rank: astuple(place) for rank, place in sorted(places.items())}
+        sizes = [max(column) + 1 for column in zip(*stands.values(), strict=True)]
+        grid = np.full(sizes, -1, dtype=np.int64)
+        for rank, at in stands.items():
+            if min(at) < 0:
+                raise ConfigError(f"coordinates are numbers of at least 0; rank {rank} stands at {places[rank]}")
+            if grid[at] >= 0:
+                raise ConfigError(f"ranks {grid[at]} and {rank} both stand at {places[rank]}; every place has one rank")
+            grid[at] = rank
+        empty = np.argwhere(grid < 0).tolist()
+        if empty:
+            raise ConfigError(
+                f"nobody stands at {Place(*empty[0])}; {len(places)} ranks: {shorten(np.array([*stands]))}"
+            )
+        return cls(grid)
+
+    @classmethod
     def from_device_mesh(cls, mesh: Any, axes: Sequence[str] | None = None) -> ClientPlaceTree:
-        """The layout of a `torch.distributed.DeviceMesh`: the whole mesh, not a slice of it.
+        """The layout of a `torch.distributed.DeviceMesh`, with its dimensions in any order.
+
+        A slice or a flattened dimension of another mesh stands for that other, its root, so that every rank has a place
+        and joined axes are told apart. Several dimensions may fold into one axis, as in `from_ranks`.
 
         Args:
             mesh: Anything with `mesh` (a tensor or array of ranks) and `mesh_dim_names`.
-            axes: Names in place of the mesh's own; needed where it has none.
+            axes: Names in place of the mesh's own, one for each dimension; needed where it has none.
 
         Raises:
-            ConfigError: The mesh has no names and none were given, or a name is unknown.
+            ConfigError: The mesh has no names and none were given, a name is unknown, or the mesh leaves ranks out and
+                its root cannot be read.
         """
-        names = axes if axes is not None else getattr(mesh, "mesh_dim_names", None)
-        ranks = mesh.mesh.tolist()
-        if not names:
-            raise ConfigError(
-                f"the device mesh of shape {np.shape(ranks)} has no axis names; pass axes=(...), one of "
-                f"{', '.join(AXES)} or an alias for each dimension, for example axes=('dp_replicate', 'dp_shard')"
-            )
-        return cls.from_ranks(ranks, names)
+        return cls.from_ranks(*layout_of(mesh, axes))
 
     @property
     def world_size(self) -> int:
@@ -170,7 +198,7 @@ class ClientPlaceTree:
         index = self._flat.get(rank) if whole else None
         if index is None:
             raise ConfigError(
-                f"rank {rank!r} has no place; the tree holds {self.world_size} ranks: {_shorten(self.grid)}"
+                f"rank {rank!r} has no place; the tree holds {self.world_size} ranks: {shorten(self.grid)}\n{self}"
             )
         return tuple(int(i) for i in np.unravel_index(index, self.grid.shape))
 
@@ -187,14 +215,8 @@ class ClientPlaceTree:
         return ClientPlaceTree, (self.grid,)
 
     def __str__(self) -> str:
-        """A drawing: one line for each place, the ranks of the innermost axis side by side."""
-        used: list[Axis] = [axis for axis in AXES if self.size(axis) > 1] or ["dp"]
-        head = " x ".join(f"{axis} {self.size(axis)}" for axis in used)
-        noun = "rank" if self.world_size == 1 else "ranks"
-        lines = list(_drawing(self.grid.reshape([self.size(axis) for axis in used]), used, ""))
-        if len(lines) > _MAX_DRAWN_LINES:
-            lines = [*lines[: _MAX_DRAWN_LINES - 1], f"... {len(lines) - _MAX_DRAWN_LINES + 1} more lines"]
-        return "\n".join([f"ClientPlaceTree: {self.world_size} {noun} = {head}", *lines])
+        """A drawing; of large trees the first and the last branches."""
+        return draw(self.grid)
 
 
 def check_broadcast(axes: Iterable[str]) -> tuple[Axis, ...]:
@@ -207,35 +229,6 @@ def check_broadcast(axes: Iterable[str]) -> tuple[Axis, ...]:
     if "dp" in folded:
         raise ConfigError("batches cannot be broadcast along dp: each data-parallel group has its own; use pp, cp, tp")
     return folded
-
-
-def _drawing(grid: IntArray, axes: Sequence[Axis], indent: str) -> Iterator[str]:
-    if len(axes) == 1:
-        yield f"{indent}└── {_span(grid, axes[0])}"
-        return
-    for index, below in enumerate(grid):
-        last = index == len(grid) - 1
-        branch = f"{indent}{'└──' if last else '├──'} {axes[0]} {index}"
-        if len(axes) == 2:
-            yield f"{branch}, {_span(below, axes[1])}"
-        else:
-            yield branch
-            yield from _drawing(below, axes[1:], indent + ("    " if last else "│   "))
-
-
-def _span(ranks: IntArray, axis: Axis) -> str:
-    """The places along the innermost axis, and who stands there."""
-    if len(ranks) == 1:
-        return f"{axis} 0: rank {ranks[0]}"
-    return f"{axis} 0-{len(ranks) - 1}: ranks {_shorten(ranks)}"
-
-
-def _shorten(ranks: IntArray) -> str:
-    """Ranks in order, runs of consecutive ones as `first-last`, the middle of a long list left out."""
-    flat = ranks.ravel()
-    runs = np.split(flat, np.flatnonzero(np.diff(flat) != 1) + 1)
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run.tolist())) for run in runs]
-    return " ".join(words if len(words) <= 16 else [*words[:12], "...", *words[-2:]])
 
 
 def _as_ranks(ranks: npt.ArrayLike) -> IntArray:

@@ -107,6 +107,25 @@ class TestFromRanks:
             ClientPlaceTree.from_ranks(ranks, axes)
 
 
+class TestFromPlaces:
+    def test_what_ranks_know_of_themselves(self):
+        tree = ClientPlaceTree.from_ranks(np.random.default_rng(1).permutation(24).reshape(2, 3, 4), ("pp", "dp", "tp"))
+        assert ClientPlaceTree.from_places({rank: tree.place(rank) for rank in tree.ranks}) == tree
+
+    @pytest.mark.parametrize(
+        ("places", "message"),
+        [
+            ({}, "no ranks"),
+            ({0: Place(), 1: Place(dp=1), 2: Place(dp=1)}, "ranks 1 and 2 both stand at pp 0 dp 1 cp 0 tp 0"),
+            ({0: Place(), 1: Place(dp=1, tp=1)}, "nobody stands at pp 0 dp 0 cp 0 tp 1; 2 ranks: 0 1"),
+            ({3: Place(tp=-1)}, "rank 3 stands at pp 0 dp 0 cp 0 tp -1"),
+        ],
+    )
+    def test_places_that_do_not_fit_together(self, places: Any, message: str):
+        with pytest.raises(ConfigError, match=message):
+            ClientPlaceTree.from_places(places)
+
+
 class TestFromDeviceMesh:
     def test_names_of_the_mesh(self):
         tree = ClientPlaceTree.from_device_mesh(mesh_of([[0, 1], [2, 3]], ("data_parallel", "tensor_parallel")))
@@ -122,7 +141,7 @@ class TestFromDeviceMesh:
         with pytest.raises(ConfigError, match=r"shape \(2, 2\) has no axis names; pass axes="):
             ClientPlaceTree.from_device_mesh(mesh_of([[0, 1], [2, 3]], None))
 
-    def test_a_real_mesh(self):
+    def test_tensors_of_torch(self):
         """Built without a process group, as far as torch allows: only `mesh` and `mesh_dim_names` are looked at."""
         torch = pytest.importorskip("torch")
         mesh = SimpleNamespace(mesh=torch.arange(8).view(2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
@@ -178,7 +197,8 @@ class TestValue:
     @pytest.mark.parametrize("rank", [1.0, True, -1, 3, "1", None])
     def test_what_is_no_rank(self, rank: Any) -> None:
         tree = ClientPlaceTree.from_sizes(dp=3)
-        with pytest.raises(ConfigError, match=f"rank {rank!r} has no place; the tree holds 3 ranks: 0-2"):
+        message = f"rank {rank!r} has no place; the tree holds 3 ranks: 0-2\nClientPlaceTree: 3 ranks = dp 3\n"
+        with pytest.raises(ConfigError, match=message):
             tree.data_group(rank)
         assert tree.data_group(np.int64(1)) == 1
 
@@ -214,9 +234,53 @@ class TestDrawing:
     def test_one_rank(self):
         assert str(ClientPlaceTree.from_sizes()) == "ClientPlaceTree: 1 rank = dp 1\n└── dp 0: rank 0"
 
-    def test_long_trees_are_cut(self):
+    def test_of_large_trees_the_first_and_the_last_branches_are_drawn(self):
         lines = str(ClientPlaceTree.from_sizes(dp=1000, tp=8)).splitlines()
-        assert len(lines) < 60
-        assert lines[-1] == "... 953 more lines"
+        assert lines[:2] == ["ClientPlaceTree: 8000 ranks = dp 1000 x tp 8", "├── dp 0, tp 0-7: ranks 0-7"]
+        assert lines[-3:] == [
+            "├── dp 14, tp 0-7: ranks 112-119",
+            "├── dp 15-998: not drawn",
+            "└── dp 999, tp 0-7: ranks 7992-7999",
+        ]
+
+    def test_every_level_of_a_large_tree_is_drawn(self):
+        lines = str(ClientPlaceTree.from_sizes(pp=8, dp=64, cp=4, tp=8)).splitlines()
+        assert lines == [
+            "ClientPlaceTree: 16384 ranks = pp 8 x dp 64 x cp 4 x tp 8",
+            "├── pp 0",
+            "│   ├── dp 0",
+            "│   │   ├── cp 0, tp 0-7: ranks 0-7",
+            "│   │   ├── cp 1-2: not drawn",
+            "│   │   └── cp 3, tp 0-7: ranks 24-31",
+            "│   ├── dp 1-62: not drawn",
+            "│   └── dp 63",
+            "│       ├── cp 0, tp 0-7: ranks 2016-2023",
+            "│       ├── cp 1-2: not drawn",
+            "│       └── cp 3, tp 0-7: ranks 2040-2047",
+            "├── pp 1-6: not drawn",
+            "└── pp 7",
+            "    ├── dp 0",
+            "    │   ├── cp 0, tp 0-7: ranks 14336-14343",
+            "    │   ├── cp 1-2: not drawn",
+            "    │   └── cp 3, tp 0-7: ranks 14360-14367",
+            "    ├── dp 1-62: not drawn",
+            "    └── dp 63",
+            "        ├── cp 0, tp 0-7: ranks 16352-16359",
+            "        ├── cp 1-2: not drawn",
+            "        └── cp 3, tp 0-7: ranks 16376-16383",
+        ]
+
+    @settings(max_examples=40)
+    @given(st.fixed_dictionaries({axis: st.sampled_from([1, 2, 3, 4, 20]) for axis in AXES}))
+    def test_a_drawing_has_few_lines(self, sizes: dict[str, int]):
+        tree = ClientPlaceTree.from_sizes(**sizes)
+        lines = str(tree).splitlines()
+        assert len(lines) <= 49
+        assert max(map(len, lines)) < 120
+        assert str(tree.world_size - 1) in lines[-1]
+        if tree.world_size <= 32:
+            assert "not drawn" not in "".join(lines)
+
+    def test_scattered_ranks_of_one_line_are_shortened(self):
         scattered = ClientPlaceTree.from_ranks(np.random.default_rng(0).permutation(1000), ("dp",))
         assert len(str(scattered)) < 250
