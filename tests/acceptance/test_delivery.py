@@ -63,6 +63,13 @@ class TestPaddedDocuments:
         wanted = {name: int((-(-files.lengths // SEQ_LEN)).sum()) for name, files in with_fields.files.items()}
         assert Counter(piece[0] for piece in pieces) == wanted
 
+    def test_no_more_is_drawn_than_rows_hold_as_padded(self, with_fields: Corpus) -> None:
+        """Else the carry-over grows with every step."""
+        config = config_for(with_fields, sources=with_fields.sources(epochs=None))
+        with World(config, keep_states=True) as world:
+            carried = [step.state["carry"]["count"] for step in world.steps(60) if step.state]
+        assert max(carried) <= 3 * PACKED.pack_ahead
+
     def test_the_order_does_not_depend_on_who_cuts_what(self, with_fields: Corpus) -> None:
         certificates = set()
         for mode in ("full", "head_tail", "contiguous"):
