@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 from megascale_lightning import ClientPlaceTree, LoaderConfig, MegaScaleLoader, reduce_loss
+from megascale_lightning.client.slicing import slice_of
 
 from .parity import VOCABULARY
 
@@ -151,7 +153,10 @@ def _loss_of(model: AttentionModel, batch: Batch, cuts: str) -> torch.Tensor:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     buffers = [batch[name] for name in ("input_ids", "labels", "position_ids", "attention_mask")]
-    width = buffers[0].shape[1]
+    num_ranks, rows = dist.get_world_size(), buffers[0].shape[0]
+    bounds = np.arange(rows + 1) * buffers[0].shape[1]
+    ours = slice_of(bounds, "head_tail", dist.get_rank(), num_ranks)
+    expected = [buffer.flatten()[ours].reshape(rows, -1) for buffer in buffers]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
-        assert all(buffer.shape[1] == width // dist.get_world_size() for buffer in buffers)
+        assert all(map(torch.equal, buffers, expected)), "torch cuts rows as we do"
         return summed_losses(model, [batch], "head_tail", between_processes)[0]

@@ -12,10 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
-    _HeadTailLoadBalancer,
-    _PerDocumentHeadTailLoadBalancer,
-)
 
 from megascale_lightning.client.finish import finish
 from megascale_lightning.client.slicing import slice_of
@@ -154,24 +150,18 @@ class TestStages:
                 assert torch.equal(torch.as_tensor(batch[name]), torch.as_tensor(whole[name]))
 
 
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    num_ranks=st.integers(1, 5),
-)
-def test_chunks_are_those_of_torch(lengths: list[int], num_ranks: int) -> None:
-    """Of a row as `context_parallel` cuts it, and of documents as torch's per-document balancer does."""
-    documents = [length * 2 * num_ranks for length in lengths]
-    bounds = np.cumsum([0, *documents])
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), num_ranks=st.integers(1, 5))
+def test_ranks_have_as_much_work_of_each_document_as_the_others(lengths: list[int], num_ranks: int) -> None:
+    bounds = np.cumsum([0, *(length * 2 * num_ranks for length in lengths)])
     found = [slice_of(bounds, "head_tail", rank, num_ranks).tolist() for rank in range(num_ranks)]
-    balancer = _PerDocumentHeadTailLoadBalancer([documents], num_ranks, "cpu")
-    assert [place for part in found for place in part] == balancer._generate_indices()[0].tolist()
-    whole = [slice_of(bounds[[0, -1]], "head_tail", rank, num_ranks).tolist() for rank in range(num_ranks)]
-    balancer_of_rows = _HeadTailLoadBalancer(int(bounds[-1]), num_ranks, "cpu")
-    assert [place for part in whole for place in part] == balancer_of_rows._generate_indices()[0].tolist()
-    # Every rank has as many tokens of each document, and pairs of tokens to attend, as the others.
+    assert sorted(place for part in found for place in part) == list(range(bounds[-1]))
     for start, stop in pairwise(bounds.tolist()):
-        pairs = [sum(place - start + 1 for place in part if start <= place < stop) for part in found]
-        assert len(set(pairs)) == 1
+        chunks = np.split(np.arange(start, stop), 2 * num_ranks)
+        for rank, part in enumerate(found):
+            own = [place for place in part if start <= place < stop]
+            assert own == [*chunks[rank], *chunks[-1 - rank]]
+            pairs = sum(place - start + 1 for place in own)  # of a token and one that it attends to
+            assert pairs * num_ranks == (stop - start) * (stop - start + 1) // 2
 
 
 @st.composite
