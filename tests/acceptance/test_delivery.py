@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from megascale_lightning import (
 )
 
 from .conftest import SEQ_LEN
-from .data import Corpus
+from .data import Corpus, make_corpus
 from .harness import World, run_world, without_run
 
 pytestmark = [
@@ -63,12 +64,15 @@ class TestPaddedDocuments:
         wanted = {name: int((-(-files.lengths // SEQ_LEN)).sum()) for name, files in with_fields.files.items()}
         assert Counter(piece[0] for piece in pieces) == wanted
 
-    def test_no_more_is_drawn_than_rows_hold_as_padded(self, with_fields: Corpus) -> None:
-        """Else the carry-over grows with every step."""
-        config = config_for(with_fields, sources=with_fields.sources(epochs=None))
+    def test_no_more_is_drawn_than_rows_hold_as_padded(self, tmp_path: Path) -> None:
+        """Two of these fill a row; `pack_ahead` more are drawn, and carried on."""
+        short = make_corpus(tmp_path, {"web": 50}, seq_len=16, lengths={"web": [3] * 50})
+        rows = PackedRows(16, 1, pack_ahead=3, pad_documents_to=8)
+        config = config_for(short, rows, sources=short.sources(epochs=None), global_batch_size=1)
         with World(config, keep_states=True) as world:
-            carried = [step.state["carry"]["count"] for step in world.steps(60) if step.state]
-        assert max(carried) <= 3 * PACKED.pack_ahead
+            steps = world.steps(20)
+        assert [len(row) for step in steps for row in step.rows] == [2] * 20
+        assert [step.state["carry"]["count"] for step in steps if step.state] == [3] * 20
 
     def test_the_order_does_not_depend_on_who_cuts_what(self, with_fields: Corpus) -> None:
         certificates = set()
