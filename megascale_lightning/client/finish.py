@@ -187,9 +187,7 @@ class _Layout:
 
     def _shaped(self, values: npt.NDArray[Any]) -> torch.Tensor:
         num_rows = 1 if self._is_flat else self._size
-        tensor = torch.from_numpy(values.reshape(num_rows, len(values) // num_rows, *values.shape[1:]))
-        # Who cuts whole rows may do so in place, as torch's `context_parallel`, and numpy's memory cannot be resized.
-        return tensor if self._cuts or self._spec.num_context_ranks == 1 else tensor.clone()
+        return torch.from_numpy(values.reshape(num_rows, len(values) // num_rows, *values.shape[1:]))
 
 
 def _widths(rows: PackedRows | PaddedRows, row_room: IntArray, multiple: int) -> npt.NDArray[np.int64]:

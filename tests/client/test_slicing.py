@@ -111,7 +111,10 @@ class TestByExample:
             assert part["input_ids"].shape == (2, 6)
             assert torch.equal(part["input_ids"], parts[0]["input_ids"])
         for name in ("input_ids", "labels", "position_ids"):
-            parts[0][name].resize_(1)  # as torch's `context_parallel` does in place
+            # As torch's `context_parallel` does, in place.
+            whole = parts[0][name].clone()
+            parts[0][name].resize_(2, 3).copy_(whole[:, 3:])
+            assert torch.equal(parts[0][name].resize_(2, 6).copy_(whole), parts[1][name])
         padded = batch_at([[3], [5]], PaddedRows(16, 2, pad_to_multiple_of=5), Place(), cp=2)
         assert padded["input_ids"].shape == (2, 20)
 
