@@ -1,6 +1,7 @@
 """The last step on the rank: rows without padding become the tensors of a microbatch.
 
-It runs in the rank's read-ahead thread, so it works at one slice copy per row and field, and on whole arrays otherwise.
+It runs in the rank's read-ahead thread, so it works at one slice copy per row and field (per document, where each has
+padding of its own), and on whole arrays otherwise.
 All tensors are the batch's own: none holds on to the window, which may lie in memory shared with other ranks.
 """
 
