@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, Union, get_args
 
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.mixtures import (
@@ -18,7 +18,7 @@ from megascale_lightning.mixtures import (
     stop_problems,
     weight_problems,
 )
-from megascale_lightning.rows import CollatedRows, PaddedRows, Rows, positive
+from megascale_lightning.rows import CollatedRows, ContextParallel, PaddedRows, Rows, context_problems, positive
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.secrets import redact, without_secrets
 
@@ -26,6 +26,12 @@ __all__ = ["EVAL_KINDS", "LoaderConfig", "Mixture", "Sources"]
 
 EVAL_KINDS: Final = ("val", "test", "predict")
 """Kinds of evaluation streams; their names are `val/0`, `val/1`, ..."""
+
+_CHOICES: Final = {
+    "runtime": ("ray", "local"),
+    "last_step": ("fill", "drop"),
+    "context_parallel": get_args(ContextParallel),
+}
 
 if TYPE_CHECKING:
     Sources: TypeAlias = Sequence[Source] | Mapping[str, Any]
@@ -60,6 +66,10 @@ class LoaderConfig:
     """Single weights by source name, over those of `sources` and `mixture`, at every step; the others stay."""
     strategy: Any = None
     """How rows are placed: `Balanced()` (default), another strategy, or a function of a `DGraph`."""
+    context_parallel: ContextParallel = "full"
+    """What the ranks of a context-parallel group get of each row: "full", all of it, for trainers that cut it
+    themselves; "head_tail", of 2 x cp chunks (of each document, in packed rows) the one from the front and the one from
+    the back that make causal attention cost all ranks the same; "contiguous", of cp slices theirs."""
     seed: int = 0
     runtime: Literal["ray", "local"] = "ray"
     """Where the roles run: in Ray actors, or all in this process (notebooks, debuggers)."""
@@ -115,7 +125,7 @@ class LoaderConfig:
             object.__setattr__(self, f"{kind}_sources", _settle_eval_sources(kind, getattr(self, f"{kind}_sources")))
         object.__setattr__(self, "mixture", Mixture.of(self.mixture))
         found = list(_number_problems(self))
-        for name, choices in (("runtime", ("ray", "local")), ("last_step", ("fill", "drop"))):
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 found.append(f"{name} must be one of {choices}, not {getattr(self, name)!r}")
         found += _storage_problems(self)
@@ -191,11 +201,13 @@ class LoaderConfig:
             given |= {f"eval_rows[{name!r}]": rows for name, rows in self.eval_rows.items()}
         elif self.eval_rows is not None:
             given["eval_rows"] = self.eval_rows
-        return [
-            f"{name} must be PackedRows, PaddedRows or CollatedRows, not {type(rows).__name__}"
-            for name, rows in given.items()
-            if not isinstance(rows, Rows) or type(rows) is Rows
-        ]
+        found = []
+        for name, rows in given.items():
+            if not isinstance(rows, Rows) or type(rows) is Rows:
+                found.append(f"{name} must be PackedRows, PaddedRows or CollatedRows, not {type(rows).__name__}")
+            else:
+                found += [f"{name}: {problem}" for problem in context_problems(rows, self.context_parallel)]
+        return found
 
     def _weight_problems(self) -> list[str]:
         if not self.sources:

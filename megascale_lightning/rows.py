@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.types import IntArray
 
-__all__ = ["CollatedRows", "PackedRows", "PaddedRows", "Rows"]
+__all__ = ["CollatedRows", "ContextParallel", "PackedRows", "PaddedRows", "Rows", "context_problems"]
+
+ContextParallel: TypeAlias = Literal["full", "head_tail", "contiguous"]
+"""What of a row a context-parallel rank gets: all of it, two chunks from both ends, or one slice."""
 
 _RESERVED: Final = frozenset(
     {"input_ids", "position_ids", "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-    | {"megascale"}
+    | {"cu_seq_lens_q_unpadded", "cu_seq_lens_k_unpadded", "megascale"}
 )
 
 
@@ -34,6 +40,10 @@ class Rows:
         """Per-token fields that the loaders carry."""
         return ("input_ids", *self.token_fields)
 
+    def room(self, lengths: IntArray) -> IntArray:
+        """int64 [n]: tokens that documents of so many tokens take up in a row, int [n], their own padding included."""
+        return lengths.astype(np.int64)
+
     def portable(self) -> Rows:
         """The same rows without what only the ranks need: what is sent to the roles' processes."""
         return self
@@ -54,6 +64,9 @@ class PackedRows(Rows):
     _: KW_ONLY
     pad_to_multiple_of: int | None = None
     """Rows are made as wide as the next multiple of it."""
+    pad_documents_to: int | None = None
+    """Each document is padded to the next multiple of it inside its row, and takes up that much of `seq_len` (part of
+    the order). Context parallelism that cuts documents (`context_parallel="head_tail"`) needs a multiple of 2 x cp."""
     pack_ahead: int = 512
     """Samples drawn beyond what a step needs, so that rows fill well."""
     pad_id: int = 0
@@ -71,6 +84,7 @@ class PackedRows(Rows):
         found = positive(seq_len=self.seq_len, micro_batch_size=self.micro_batch_size)
         if not isinstance(self.pack_ahead, int) or self.pack_ahead < 0:
             found.append(f"pack_ahead must be a whole number of at least 0, not {self.pack_ahead!r}")
+        found += self._document_problems()
         _settle_fields(self, found)
 
     @property
@@ -83,6 +97,25 @@ class PackedRows(Rows):
         """Tokens of a row as handed out, padding included."""
         multiple = self.pad_to_multiple_of or 1
         return -(-self.seq_len // multiple) * multiple
+
+    def room(self, lengths: IntArray) -> IntArray:
+        """See `Rows.room`."""
+        multiple = self.pad_documents_to or 1
+        found: IntArray = -(-lengths.astype(np.int64) // multiple) * multiple
+        return found
+
+    def _document_problems(self) -> list[str]:
+        multiple = self.pad_documents_to
+        if multiple is None:
+            return []
+        found = positive(pad_documents_to=multiple)
+        if found or positive(seq_len=self.seq_len) or self.seq_len % multiple == 0:
+            return found
+        nearest = max(round(self.seq_len / multiple), 1) * multiple
+        return [
+            f"seq_len must be a multiple of pad_documents_to={multiple}, so that the longest document still fits in a "
+            f"row when it is padded, not {self.seq_len}: take {nearest}"
+        ]
 
 
 @dataclass(frozen=True)
@@ -166,6 +199,24 @@ def positive(**values: Any) -> list[str]:
         for name, value in values.items()
         if not isinstance(value, int) or isinstance(value, bool) or value < 1
     ]
+
+
+def context_problems(rows: Rows, context_parallel: str) -> list[str]:
+    """What of the rows does not go with a way to cut them."""
+    if context_parallel == "full":
+        return []
+    if isinstance(rows, CollatedRows):
+        return [
+            f"context_parallel={context_parallel!r} cuts rows of tokens, and what a collate_fn returns is handed out "
+            'as it is: set context_parallel="full" and cut it on the rank, or take PackedRows or PaddedRows'
+        ]
+    if isinstance(rows, (PackedRows, PaddedRows)) and not rows.shift_labels:
+        return [
+            f"context_parallel={context_parallel!r} needs shift_labels=True of {type(rows).__name__}: the target of a "
+            "slice's last token lies on another rank, so that labels are shifted before they are cut; a loss must not "
+            "shift them again"
+        ]
+    return []
 
 
 def _settle_fields(rows: Any, found: list[str]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.mixtures import WeightSchedule
-from megascale_lightning.rows import Rows
+from megascale_lightning.rows import ContextParallel, Rows
 from megascale_lightning.types import (
     LEVEL_STATE,
     ORDER_VERSION,
@@ -86,6 +86,12 @@ class StreamSpec:
     """Axes along which, as the strategy declares, only the first place fetches (`ClientPlaceTree.fetchers`)."""
     curriculum: QuantileSchedule | None = None
     """What the strategy declares with `mix`."""
+    context_parallel: ContextParallel = "full"
+    """As in `LoaderConfig`."""
+    num_context_ranks: int = 1
+    """Ranks that share a row (cp)."""
+    num_stages: int = 1
+    """Stages of the pipeline (pp)."""
 
     def weights_at(self, step: int, state: LoaderState, changes: Mapping[int, FloatArray]) -> FloatArray:
         """float64 [num_sources]: the weights that govern the draws of a step.

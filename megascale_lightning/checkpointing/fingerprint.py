@@ -54,6 +54,7 @@ _CONSEQUENCES: Final = {
     "modified": "the files may hold other samples; the stream goes on where it was, as if they were only touched",
     "rows": "samples are cut and packed differently: every source begins its epoch anew",
     "rows.pack_ahead": "rows are packed differently from here on",
+    "rows.pad_documents_to": "rows are packed differently from here on",
     "sources": "the source may give other samples: it begins its epoch anew",
     "mixture_unit": "shares are counted differently",
     "strategy.mix.curriculum": "another order: every source begins its epoch anew",
@@ -95,6 +96,8 @@ def order_fingerprint(
     }
     if isinstance(rows, PackedRows):
         table |= {"rows.seq_len": rows.seq_len, "rows.pack_ahead": rows.pack_ahead}
+        if rows.pad_documents_to not in (None, 1):
+            table["rows.pad_documents_to"] = rows.pad_documents_to
     elif isinstance(rows, PaddedRows):
         table["rows.max_len"] = rows.max_len
     schedule = config.schedule_of(stream)

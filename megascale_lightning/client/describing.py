@@ -33,7 +33,7 @@ class WindowInfos:
                 f"{expected} rows, not {len(window.row_offsets) - 1}; it was made for another micro_batch_size"
             )
         self._window, self._size = window, size
-        self._num_groups = spec.num_groups
+        self._num_groups, self._num_context_ranks = spec.num_groups, spec.num_context_ranks
         self._used = np.full(window.num_steps, window.num_microbatches)
         if isinstance(spec.rows, CollatedRows):
             # A row is a sample, and a target. Microbatches without one on any rank are left out: they are the last.
@@ -55,9 +55,9 @@ class WindowInfos:
         offsets = self._window.row_offsets
         return slice(int(offsets[index * self._size]), int(offsets[(index + 1) * self._size]))
 
-    def info(self, index: int) -> BatchInfo:
-        """Describe microbatch `index` of the window."""
-        return self._info(index, self._row_offsets(index))
+    def info(self, index: int, rank_loss_tokens: int | None = None) -> BatchInfo:
+        """Describe microbatch `index` of the window, of whose targets a rank has so many; None: all."""
+        return self._info(index, self._row_offsets(index), rank_loss_tokens)
 
     def short_info(self, index: int) -> tuple[BatchInfo, npt.NDArray[np.int64]]:
         """Describe microbatch `index` without its filler, unless it is all filler; and say which rows that leaves.
@@ -74,7 +74,7 @@ class WindowInfos:
     def _row_offsets(self, index: int) -> npt.NDArray[np.int64]:
         return self._window.row_offsets[index * self._size : (index + 1) * self._size + 1]
 
-    def _info(self, index: int, row_offsets: npt.NDArray[np.int64]) -> BatchInfo:
+    def _info(self, index: int, row_offsets: npt.NDArray[np.int64], rank_loss_tokens: int | None = None) -> BatchInfo:
         window, states = self._window, self._states
         step, microbatch = divmod(index, window.num_microbatches)
         pieces = self.pieces_of(index)
@@ -82,9 +82,11 @@ class WindowInfos:
         return BatchInfo(
             step=window.first_step + step,
             microbatch=microbatch,
+            rank_loss_tokens=rank_loss_tokens,
             num_loss_tokens=int(self._loss_bounds[pieces.stop] - self._loss_bounds[pieces.start]),
             step_loss_tokens=int(window.step_loss_tokens[step]),
             num_groups=self._num_groups,
+            num_context_ranks=self._num_context_ranks,
             num_microbatches=window.num_microbatches,
             row_weights=(np.diff(row_offsets) > 0).astype(np.float32),
             is_last_in_step=is_last_in_step,

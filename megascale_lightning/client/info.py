@@ -44,13 +44,15 @@ class BatchInfo:
         before: LoaderState,
         after: LoaderState,
         is_last_in_pass: bool = False,
+        num_context_ranks: int = 1,
+        rank_loss_tokens: int | None = None,
     ) -> None:
         """Make it; the arrays are kept, not copied.
 
         Args:
             step: Optimizer step, from 0.
             microbatch: Microbatch of the step on this rank, from 0.
-            num_loss_tokens: Targets in this microbatch: its labels other than -100.
+            num_loss_tokens: Targets in this microbatch, over all ranks that share it: its labels other than -100.
             step_loss_tokens: Targets in the whole step, over all ranks.
             num_groups: Data-parallel groups of the stream.
             num_microbatches: Microbatches of a step on each rank.
@@ -63,12 +65,16 @@ class BatchInfo:
             source_names: By the index in `pieces`.
             before: Where the stream stands before the step.
             after: Where the stream stands after the step.
+            num_context_ranks: Context-parallel ranks that share each row.
+            rank_loss_tokens: Those of the targets that are in this rank's slice of the rows; None: all of them.
         """
         self.step = step
         self.microbatch = microbatch
         self.num_loss_tokens = num_loss_tokens
         self.step_loss_tokens = step_loss_tokens
+        self.rank_loss_tokens = num_loss_tokens if rank_loss_tokens is None else rank_loss_tokens
         self.num_groups = num_groups
+        self.num_context_ranks = num_context_ranks
         self.num_microbatches = num_microbatches
         self.row_weights = row_weights
         self.is_last_in_step = is_last_in_step

@@ -27,7 +27,7 @@ from megascale_lightning.types import BatchWindow, Change, LoaderState, MixtureC
 if TYPE_CHECKING:
     from megascale_lightning.checkpointing.filelists import FileLists
     from megascale_lightning.config import LoaderConfig
-    from megascale_lightning.places.tree import ClientPlaceTree
+    from megascale_lightning.places.tree import ClientPlaceTree, Place
     from megascale_lightning.planning.calibration import CalibratedCost
     from megascale_lightning.streams import StreamSpec
 
@@ -89,7 +89,7 @@ class MegaScaleLoader:
         try:
             self._spec = self._session.spec(stream)
             check_collate_fn(getattr(self._session.config.rows_of(stream), "collate_fn", None))
-            self._group = self._session.tree.data_group(rank)
+            self._place = self._session.tree.place(rank)
         except BaseException:
             self.close()
             raise
@@ -329,12 +329,13 @@ class MegaScaleLoader:
             self._state = self._session.initial_state(self.stream)
         self._opens += 1
         kind = InlineReader if self._session.reads_inline else StreamReader
+        rows = self._session.config.rows_of(self.stream)
         reader = kind(
             self._session.port,
-            pin_finished(partial(_finish, self._spec, self._session.config.rows_of(self.stream), self.last_reports)),
+            pin_finished(partial(_finish, self._spec, rows, self._place, self.last_reports)),
             stream=self.stream,
             generation=self._generation(self._state),
-            group=self._group,
+            group=self._place.dp,
             client=self._rank,
             state=self._position(),
             depth=min(max(self._spec.num_microbatches, 2), 16),
@@ -397,12 +398,12 @@ class MegaScaleLoader:
 
 
 def _finish(
-    spec: StreamSpec, rows: Rows, reports: deque[StepReport], window: BatchWindow, first_step: int
+    spec: StreamSpec, rows: Rows, place: Place, reports: deque[StepReport], window: BatchWindow, first_step: int
 ) -> Iterator[tuple[Any, BatchInfo]]:
     reports.extend(report for report in window.reports if report.step >= first_step)
     if isinstance(rows, CollatedRows):
         return collate(window, spec, rows.collate_fn, first_step=first_step)
-    return finish(window, spec, first_step=first_step)
+    return finish(window, spec, place, first_step=first_step)
 
 
 def _stop_all(readers: list[StreamReader]) -> None:

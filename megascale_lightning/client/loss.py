@@ -9,6 +9,9 @@ synchronization" in torch's DDP notes), and Lightning divides by `accumulate_gra
 
     sum_rj (1 / (G A)) dL_rj/dtheta = sum_rj dS_rj/dtheta / T    with    L_rj = S_rj * G * A / T.
 
+Context-parallel ranks each hold the loss of their slice of a microbatch, and gradients are averaged over them as well:
+G then counts them too. Tensor-parallel ranks and stages of a pipeline do not add to it.
+
 Returning the mean over the microbatch instead would weigh a token by how few others stand beside it.
 """
 
@@ -31,14 +34,15 @@ def loss_scale(info: BatchInfo, *, num_groups: int | None = None, num_microbatch
 
     Args:
         info: `batch["megascale"]`.
-        num_groups: Over how many ranks gradients are averaged; None takes the data-parallel size of the stream.
+        num_groups: Over how many ranks gradients are averaged; None takes the data-parallel size of the stream, times
+            the context-parallel one. Give the former alone where gradients are summed over context-parallel ranks.
         num_microbatches: By what the framework divides the loss; None takes the microbatches of a step. Give 1 where
             nothing divides it: manual optimization, a loop of your own.
 
     Raises:
         ConfigError: A number is below 1.
     """
-    groups = info.num_groups if num_groups is None else num_groups
+    groups = info.num_groups * info.num_context_ranks if num_groups is None else num_groups
     microbatches = info.num_microbatches if num_microbatches is None else num_microbatches
     if groups < 1 or microbatches < 1:
         raise ConfigError(
@@ -61,10 +65,11 @@ def reduce_loss(
     """Return what `training_step` returns, so that the step's gradient is that of the mean over all its target tokens.
 
     Args:
-        summed_loss: Sum of the token losses of the microbatch, a scalar: `cross_entropy(..., reduction="sum")`.
+        summed_loss: Sum of the token losses of the microbatch, or of this rank's slice of it, a scalar:
+            `cross_entropy(..., reduction="sum")`.
         info: `batch["megascale"]`.
-        output: The model's output, used in place of the loss on a microbatch without a target (filler rows): its zero
-            multiple keeps the graph, so that every rank takes part in the gradient exchange.
+        output: The model's output, used in place of the loss where this rank has no target of the microbatch (filler
+            rows): its zero multiple keeps the graph, so that every rank takes part in the gradient exchange.
         num_groups: See `loss_scale`.
         num_microbatches: See `loss_scale`.
 
@@ -76,6 +81,6 @@ def reduce_loss(
             f"summed_loss must be one number, not a tensor of shape {tuple(summed_loss.shape)}: sum it over all tokens"
         )
     scale = loss_scale(info, num_groups=num_groups, num_microbatches=num_microbatches)
-    if info.num_loss_tokens == 0:
+    if info.rank_loss_tokens == 0:
         return (summed_loss if output is None else output.sum()) * 0.0
     return summed_loss * scale

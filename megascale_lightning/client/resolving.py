@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -158,6 +159,7 @@ def resolve_streams(
     for stream, windows in surveyed.windows.items():
         training = stream == "train"
         rows = config.rows_of(stream).portable()
+        _check_documents(config, stream, rows, tree)
         rows_per_step = total if training else rows.micro_batch_size * tree.num_groups
         window, ahead = _choose_reach(config, rows_per_step * _row_slots(rows))
         own = declared if training else replace(declared, curriculum=None, selected=None)
@@ -188,8 +190,29 @@ def resolve_streams(
             order=declared.order,
             broadcast=declared.broadcast,
             curriculum=own.curriculum,
+            context_parallel=config.context_parallel,
+            num_context_ranks=tree.size("cp"),
+            num_stages=tree.size("pp"),
         )
     return found
+
+
+def _check_documents(config: LoaderConfig, stream: str, rows: Rows, tree: ClientPlaceTree) -> None:
+    """Documents that are cut must be padded to a number that every chunk divides, and that is declared: law 1."""
+    chunks, size = 2 * tree.size("cp"), tree.size("cp")
+    if size == 1 or config.context_parallel != "head_tail" or not isinstance(rows, PackedRows):
+        return
+    padded = rows.pad_documents_to or 1
+    if padded % chunks:
+        wanted = math.lcm(padded, chunks)
+        longer = -(-rows.seq_len // wanted) * wanted
+        raise ConfigError(
+            f'stream {stream!r}: context_parallel="head_tail" on {size} context-parallel ranks cuts every document of '
+            f"packed rows into {chunks} chunks, and pad_documents_to={rows.pad_documents_to} does not divide by "
+            f"{chunks}: set PackedRows(pad_documents_to={wanted})"
+            + (f" and seq_len={longer}" if longer != rows.seq_len else "")
+            + "; it is part of the order, the same on any number of ranks"
+        )
 
 
 def _check_passes(config: LoaderConfig) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from megascale_lightning.errors import ConfigError, CorruptDataError, DataError
 from megascale_lightning.loading.reasons import KEPT, OVERLONG, PARTNER, READ_ERROR, REASONS
+from megascale_lightning.rows import Rows
 from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.order import Segment
 from megascale_lightning.sources.records import RecordBlock, SourceReader, missing_key
@@ -200,7 +201,7 @@ def settle_partners(
     codes: npt.NDArray[np.uint8],
     joined: npt.NDArray[np.bool_],
     *,
-    capacity: int,
+    rows: Rows,
     source: Source,
     where: Callable[[int], str],
 ) -> tuple[IntArray, npt.NDArray[np.uint8]]:
@@ -210,7 +211,7 @@ def settle_partners(
         lengths: int64 [n], before any was cut or dropped.
         codes: uint8 [n], of `reasons`.
         joined: bool [n]: belongs to the group of the record before it.
-        capacity: Tokens a row holds.
+        rows: What they are packed into.
         source: Its policies.
         where: Record index -> its place, for messages.
 
@@ -219,13 +220,14 @@ def settle_partners(
     """
     groups = np.cumsum(~joined) - 1
     # Where a record cannot be read, there may be two groups in one, each of which would fit.
-    over = (np.bincount(groups, lengths) > capacity) & (np.bincount(groups, codes == READ_ERROR) == 0)
+    totals = np.bincount(groups, rows.room(lengths))
+    over = (totals > rows.capacity) & (np.bincount(groups, codes == READ_ERROR) == 0)
     over = over[groups] & (codes == KEPT)
     if over.any() and source.overlong == "error":
         at = int(np.flatnonzero(over)[0])
         raise DataError(
-            f"{where(at)}: the records that stay together with it have {int(lengths[groups == groups[at]].sum())} "
-            f'tokens and a row holds {capacity}; set overlong="drop", or longer rows'
+            f"{where(at)}: the records that stay together with it have {int(totals[groups[at]])} "
+            f'tokens and a row holds {rows.capacity}; set overlong="drop", or longer rows'
         )
     codes = np.where(over, OVERLONG, codes).astype(np.uint8)
     gone = codes != KEPT

@@ -111,7 +111,7 @@ class TokenMaker(PartMaker):
         lengths, codes = apply_overlong(whole, codes, capacity, self.source.overlong, where)
         joined = None if self._partners is None else self._partners.continued(blocks, ids)
         if joined is not None:
-            policies: dict[str, Any] = {"capacity": capacity, "source": self.source, "where": where}
+            policies: dict[str, Any] = {"rows": self._rows, "source": self.source, "where": where}
             lengths, codes = settle_partners(whole, codes, joined, **policies)
         pieces, records, first = cut_records(lengths, codes, capacity)
         for name in ("source", "epoch", "window", "part"):

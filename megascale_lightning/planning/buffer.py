@@ -248,7 +248,8 @@ class _Pool:
         self._ahead = spec.rows.pack_ahead if isinstance(spec.rows, PackedRows) else 0
         self._need = spec.rows_per_step * (spec.rows.capacity if self._packed else 1)
         self._carried = len(carry)
-        self._totals = np.concatenate([[0], np.cumsum(carry["length"], dtype=np.int64)])
+        self._room = spec.rows.room
+        self._totals = np.concatenate([[0], np.cumsum(self._room(carry["length"]))])
         self.sources: IntArray = np.empty(0, np.int64)
         """int64 [drawn samples]"""
         self.piece_sources: IntArray = np.empty(0, np.int64)
@@ -256,7 +257,7 @@ class _Pool:
 
     @property
     def drawn_tokens(self) -> int:
-        """Of all that was drawn."""
+        """That all that was drawn takes up."""
         return int(self._totals[-1] - self._totals[self._carried])
 
     @property
@@ -284,7 +285,7 @@ class _Pool:
         """
         ends = np.concatenate([[0], np.cumsum(counts)])
         before = len(self._totals) - 1
-        totals = np.concatenate([self._totals, self._totals[-1] + np.cumsum(lengths)])
+        totals = np.concatenate([self._totals, self._totals[-1] + np.cumsum(self._room(lengths))])
         held, self._totals = self._totals, totals
         enough = np.flatnonzero(self._enough(before + ends))
         taken = int(enough[0]) if enough.size else len(sources)

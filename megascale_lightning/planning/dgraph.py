@@ -251,9 +251,10 @@ class DGraph:
         if not isinstance(spec.rows, PackedRows):
             return [[piece] if piece < len(lengths) else [] for piece in range(spec.rows_per_step)]
         costs = None if even is None else cost_of_documents(even, lengths, drawn.metadata)
+        room = spec.rows.room(lengths)
         if drawn.joined is None:
-            return self._packed(lengths, costs, drawn.num_carried)
-        return placed_as_one(self._packed, lengths, costs, drawn.joined, drawn.num_carried)
+            return self._packed(room, costs, drawn.num_carried)
+        return placed_as_one(self._packed, room, costs, drawn.joined, drawn.num_carried)
 
     def _packed(self, lengths: IntArray, costs: FloatArray | None, num_carried: int) -> list[list[int]]:
         assert isinstance(self.spec.rows, PackedRows)

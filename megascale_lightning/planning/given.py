@@ -141,7 +141,7 @@ def _numbers_of(name: str, column: str, given: Any, count: int) -> FloatArray:
 def _check_joined(name: str, lengths: IntArray, joined: npt.NDArray[np.bool_], rows: Rows) -> None:
     if not isinstance(rows, PackedRows):
         raise ConfigError(f"source {name!r}: samples that stay together want PackedRows, not {type(rows).__name__}")
-    totals = np.bincount(np.cumsum(~joined) - 1, lengths)
+    totals = np.bincount(np.cumsum(~joined) - 1, rows.room(lengths))
     if totals.max(initial=0) > rows.capacity:
         at = int(totals.argmax())
         first = int(np.flatnonzero(~joined)[at])

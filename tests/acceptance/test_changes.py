@@ -139,6 +139,12 @@ REFUSED: list[Any] = [
     pytest.param(None, {"seed": 1}, "seed", id="seed"),
     pytest.param(None, {"rows": PackedRows(24, 2, pack_ahead=6)}, "rows.seq_len", id="seq_len"),
     pytest.param(None, {"rows": PackedRows(16, 2, pack_ahead=7)}, "rows.pack_ahead", id="pack_ahead"),
+    pytest.param(
+        None,
+        {"rows": PackedRows(16, 2, pack_ahead=6, pad_documents_to=4)},
+        "rows.pad_documents_to",
+        id="pad_documents_to",
+    ),
     pytest.param(None, {"rows": PaddedRows(16, 2)}, "rows.kind", id="kind of rows"),
     pytest.param(None, {"global_batch_size": 8}, "global_batch_size", id="global_batch_size"),
     pytest.param(None, {"window_units": 3}, "window_units", id="window_units"),

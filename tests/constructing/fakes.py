@@ -77,24 +77,25 @@ def payload(piece: Any) -> dict[str, Any]:
 
 
 def make_step(spec: StreamSpec, step: int) -> StepPlan:
-    """Rows with random pieces, two of them filler, dealt to random places."""
+    """Rows with random pieces, two of them filler (fewer where there is no room), dealt to random places."""
     rng = np.random.default_rng([7, step])
     places = spec.num_groups * spec.num_microbatches * spec.rows.micro_batch_size
     pieces, offsets = [], [0]
-    for _ in range(places - 2):
+    filler = min(2, places - 1)
+    for _ in range(places - filler):
         room = spec.rows.capacity
         # A collated row of a plan always has its sample.
         while room and (rng.random() < 0.9 or isinstance(spec.rows, CollatedRows)):
             length = int(rng.integers(1, min(room, 12) + 1))
             where = (rng.integers(3), 0, rng.integers(4), rng.integers(2), rng.integers(50), rng.integers(9))
             pieces.append((*where, rng.integers(1000), 0, -1, length, 0))
-            room -= length
+            room -= int(spec.rows.room(np.array([length]))[0])
             if not isinstance(spec.rows, PackedRows):
                 break
         offsets.append(len(pieces))
     array = np.array(pieces, PIECE)
     array["loss_tokens"] = [int(payload(piece)["loss_mask"][1:].sum()) for piece in array]
-    placement = rng.permutation(np.append(np.arange(places - 2), [-1, -1])).astype(np.int32)
+    placement = rng.permutation(np.append(np.arange(places - filler), [-1] * filler)).astype(np.int32)
     return StepPlan(
         step=step,
         pieces=array,

@@ -16,7 +16,7 @@ from megascale_lightning import CollatedRows, MegaScaleDataModule, PackedRows, S
 class FakeInfo:
     """The part of `BatchInfo` that the integration reads."""
 
-    num_loss_tokens = 5
+    rank_loss_tokens = 5
     num_groups = 1
 
     def __init__(

@@ -12,9 +12,13 @@ from megascale_lightning import ConfigError, reduce_loss
 from megascale_lightning.client.loss import loss_scale
 
 
-def info(tokens: int, of: int, groups: int = 1, microbatches: int = 1) -> Any:
+def info(tokens: int, of: int, groups: int = 1, microbatches: int = 1, context_ranks: int = 1) -> Any:
     return SimpleNamespace(
-        num_loss_tokens=tokens, step_loss_tokens=of, num_groups=groups, num_microbatches=microbatches
+        rank_loss_tokens=tokens,
+        step_loss_tokens=of,
+        num_groups=groups,
+        num_context_ranks=context_ranks,
+        num_microbatches=microbatches,
     )
 
 
@@ -58,6 +62,7 @@ def test_nothing_to_learn_gives_a_finite_zero_with_a_graph() -> None:
 
 def test_numbers_may_be_given() -> None:
     assert loss_scale(info(2, 8, groups=4, microbatches=2)) == 1.0
+    assert loss_scale(info(2, 8, groups=2, microbatches=2, context_ranks=2)) == 1.0
     assert loss_scale(info(2, 8, groups=4, microbatches=2), num_groups=2, num_microbatches=1) == 0.25
     with pytest.raises(ConfigError, match="at least 1"):
         loss_scale(info(2, 8), num_groups=0)

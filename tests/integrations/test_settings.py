@@ -284,7 +284,7 @@ def test_without_validation_sources_there_is_no_validation() -> None:
 
 
 def test_loss_of_nothing_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeInfo, "num_loss_tokens", 0)
+    monkeypatch.setattr(FakeInfo, "rank_loss_tokens", 0)
 
     class Mean(Recorder):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:

@@ -41,9 +41,10 @@ def groups_of(meta):
     return np.split(np.arange(len(meta.pieces)), np.flatnonzero(~meta.joined)[1:]) if len(meta.pieces) else []
 
 
-def parts_of(path, *, part_bytes=200, window_units=2, **settings):
+def parts_of(path, *, part_bytes=200, window_units=2, pad_documents_to=None, **settings):
     source = Source("pairs", path, together="pair", **{"overlong": "drop", **settings})
-    loader = loader_of(source, rows=PackedRows(CAPACITY, 1), part_bytes=part_bytes, window_units=window_units)
+    rows = PackedRows(CAPACITY, 1, pad_documents_to=pad_documents_to)
+    loader = loader_of(source, rows=rows, part_bytes=part_bytes, window_units=window_units)
     return list(metas_of(loader))
 
 
@@ -124,6 +125,12 @@ class TestDrops:
         assert (meta.pieces["length"][~meta.kept] == 0).all()
         with pytest.raises(DataError, match="row 3: the records that stay together with it have 65 tokens"):
             parts_of(path.replace("data", "*"), overlong="error", shuffle=False, length=first_of_65)
+
+    def test_a_group_longer_than_a_row_as_padded(self, tmp_path):
+        _, path = write(tmp_path, [2, 2], lengths=[31, 30, 33, 31], group_rows=100)
+        for multiple, kept in ((None, [True] * 4), (16, [True, True, False, False])):
+            (meta,) = parts_of(path, shuffle=False, part_bytes=10**6, pad_documents_to=multiple)
+            assert meta.kept.tolist() == kept
 
     @pytest.mark.parametrize("kind", ["none", "raises", "empty"])
     def test_a_record_that_is_left_out(self, tmp_path, kind):

@@ -167,10 +167,10 @@ class MegaScaleStateCallback(L.Callback):
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
         """Refuse a loss of nan on a microbatch without targets: a mean over no token."""
         info = self._info
-        if info is not None and info.num_loss_tokens == 0 and not bool(torch.isfinite(loss).all()):
+        if info is not None and info.rank_loss_tokens == 0 and not bool(torch.isfinite(loss).all()):
             raise ConfigError(
-                f"the loss of step {info.step}, microbatch {info.microbatch} is {loss.sum().item()}, and the "
-                "microbatch has no target token (filler rows, or labels that are all -100): a mean over nothing. "
+                f"the loss of step {info.step}, microbatch {info.microbatch} is {loss.sum().item()}, and this "
+                "rank has no target token of it (filler rows, or labels that are all -100): a mean over nothing. "
                 "Return reduce_loss(summed_loss, batch['megascale']) from training_step "
                 '(megascale_lightning.reduce_loss), or leave incomplete last steps out with last_step="drop"'
             )

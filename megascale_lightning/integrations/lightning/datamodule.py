@@ -23,7 +23,7 @@ from megascale_lightning.integrations.meshes import tree_of_trainer
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.dgraph import DGraph
 from megascale_lightning.planning.strategies import Strategy
-from megascale_lightning.rows import Rows
+from megascale_lightning.rows import ContextParallel, Rows
 
 __all__ = ["MegaScaleDataModule"]
 
@@ -53,6 +53,7 @@ class MegaScaleDataModule(Positioned):
             says what they are shares of, how they change by the step, and what ends the stream.
         weights: Single weights by source name, over those of `sources` and `mixture`, at every step; the others stay.
         strategy: `Balanced()` (default), another strategy, a function of a `DGraph`, or class_path and init_args.
+        context_parallel: What the ranks of a context-parallel group get of each row, as in `LoaderConfig`.
         seed: Seed of every permutation and of the transforms.
         runtime: Where the roles run: in Ray actors, or all in this process (notebooks, debuggers).
         num_loaders: Source loader actors; None chooses.
@@ -98,6 +99,7 @@ class MegaScaleDataModule(Positioned):
         mixture: Mixture | Mapping[str, Any] | None = None,
         weights: Mapping[str, float] | None = None,
         strategy: Mapping[str, Any] | Strategy | Callable[[DGraph], DGraph] | None = None,
+        context_parallel: ContextParallel = "full",
         seed: int = 0,
         runtime: Literal["ray", "local"] = "ray",
         num_loaders: int | None = None,
@@ -130,6 +132,7 @@ class MegaScaleDataModule(Positioned):
             mixture=revived(mixture),
             weights=weights,
             strategy=revived(strategy),
+            context_parallel=context_parallel,
             seed=seed,
             runtime=runtime,
             num_loaders=num_loaders,
