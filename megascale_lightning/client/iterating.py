@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megascale_lightning.client.reader import StreamReader
+from megascale_lightning.client.reader import Reader
 
 __all__ = ["Microbatches"]
 
@@ -20,12 +20,12 @@ class Microbatches(Iterator[dict[str, Any]]):
 
     def __init__(
         self,
-        fetch: Callable[[object, StreamReader | None], tuple[dict[str, Any], StreamReader]],
+        fetch: Callable[[object, Reader | None], tuple[dict[str, Any], Reader]],
         at_epoch_end: Callable[[], bool],
     ) -> None:
         self._fetch = fetch
         self._at_epoch_end = at_epoch_end
-        self._reader: StreamReader | None = None
+        self._reader: Reader | None = None
         self._done = False
 
     def __next__(self) -> dict[str, Any]:

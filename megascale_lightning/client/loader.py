@@ -6,10 +6,12 @@ import hashlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megascale_lightning.client.broadcasting import open_reader
 from megascale_lightning.client.changes import PendingChanges, cost_change, first_step, merged_weights
 from megascale_lightning.client.collating import check_collate_fn, collate
 from megascale_lightning.client.finish import finish
@@ -17,7 +19,7 @@ from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.client.iterating import Microbatches
 from megascale_lightning.client.lives import SampleLife
 from megascale_lightning.client.pinning import pin_finished
-from megascale_lightning.client.reader import InlineReader, StreamReader
+from megascale_lightning.client.reader import Reader
 from megascale_lightning.client.session import LoadingSession
 from megascale_lightning.errors import StreamError
 from megascale_lightning.loading.showing import ShownSample
@@ -75,8 +77,8 @@ class MegaScaleLoader:
         interrupted: Callable[[], bool] | None = None,
     ) -> None:
         self._session = session or LoadingSession.shared(config, tree=tree, accumulate=accumulate, passes=passes)
-        self._reader: StreamReader | None = None
-        self._readers: list[StreamReader] = []
+        self._reader: Reader | None = None
+        self._readers: list[Reader] = []
         self._current: object = None
         self._handed: BatchInfo | None = None
         self.handed: deque[BatchInfo] = deque(maxlen=_HANDED)
@@ -90,6 +92,7 @@ class MegaScaleLoader:
             self._spec = self._session.spec(stream)
             check_collate_fn(getattr(self._session.config.rows_of(stream), "collate_fn", None))
             self._place = self._session.tree.place(rank)
+            self._peers = self._session.peers(rank)
         except BaseException:
             self.close()
             raise
@@ -180,6 +183,7 @@ class MegaScaleLoader:
         """Read from another session of the same streams from now on, from the beginning. For integrations."""
         self.leave()
         self._session, self._spec = session, session.spec(self.stream)
+        self._peers = session.peers(self._rank)
         self._number = session.next_number(self.stream, self._rank)
         self._state = session.initial_state(self.stream)
 
@@ -307,7 +311,7 @@ class MegaScaleLoader:
             self._reader.set_changes(state.changes)
         return step
 
-    def _open(self, iterator: object) -> StreamReader:
+    def _open(self, iterator: object) -> Reader:
         """Read for an iterator from now on; an older one of this loader ends."""
         if self._reader is None or not self._goes_on():
             self._reopen()
@@ -328,13 +332,19 @@ class MegaScaleLoader:
         if self.stream != "train":
             self._state = self._session.initial_state(self.stream)
         self._opens += 1
-        kind = InlineReader if self._session.reads_inline else StreamReader
         rows = self._session.config.rows_of(self.stream)
-        reader = kind(
+        opening = repr(
+            (self.stream, self._number, self._state.step, self.certificate, self._loads, self._opens)
+        ).encode()
+        reader = open_reader(
             self._session.port,
             pin_finished(partial(_finish, self._spec, rows, self._place, self.last_reports)),
+            peers=self._peers,
+            opening=opening,
+            inline=self._session.reads_inline,
             stream=self.stream,
-            generation=self._generation(self._state),
+            # The same on all ranks, another for every open.
+            generation=hashlib.blake2b(self._session.run.encode() + opening, digest_size=8).hexdigest(),
             group=self._place.dp,
             client=self._rank,
             state=self._position(),
@@ -346,20 +356,7 @@ class MegaScaleLoader:
         self._reader = reader
         self._readers.append(reader)
 
-    def _generation(self, state: LoaderState) -> str:
-        """The same on all ranks, another for every open."""
-        parts = (
-            self._session.run,
-            self.stream,
-            self._number,
-            state.step,
-            state.certificate.hex(),
-            self._loads,
-            self._opens,
-        )
-        return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
-
-    def _next(self, iterator: object, reader: StreamReader | None) -> tuple[dict[str, Any], StreamReader]:
+    def _next(self, iterator: object, reader: Reader | None) -> tuple[dict[str, Any], Reader]:
         if reader is None:
             reader = self._open(iterator)
         elif self._current is not iterator:
@@ -400,12 +397,16 @@ class MegaScaleLoader:
 def _finish(
     spec: StreamSpec, rows: Rows, place: Place, reports: deque[StepReport], window: BatchWindow, first_step: int
 ) -> Iterator[tuple[Any, BatchInfo]]:
-    reports.extend(report for report in window.reports if report.step >= first_step)
+    for report in window.reports:
+        if report.step >= first_step:
+            # Of its own: a view of an array of the window would keep all of it in memory.
+            costs = {name: getattr(report, name).copy() for name in ("group_costs", "group_costs_before")}
+            reports.append(replace(report, **costs))
     if isinstance(rows, CollatedRows):
         return collate(window, spec, rows.collate_fn, first_step=first_step)
     return finish(window, spec, place, first_step=first_step)
 
 
-def _stop_all(readers: list[StreamReader]) -> None:
+def _stop_all(readers: list[Reader]) -> None:
     for reader in readers:
         reader.stop()

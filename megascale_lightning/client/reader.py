@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.errors import NotOpenError, RayUnreachableError, StalledError, StreamError
@@ -16,7 +16,7 @@ from megascale_lightning.runtime.forks import check_process
 from megascale_lightning.runtime.port import BatchPort
 from megascale_lightning.types import BatchWindow, Change, LoaderState, NotYet
 
-__all__ = ["Finish", "InlineReader", "StreamReader"]
+__all__ = ["Finish", "InlineReader", "Reader", "StreamReader", "is_last", "unusable"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,40 @@ _POLL_S: Final = 0.2
 _REPORT_S: Final = 10.0
 _LEAVE_S: Final = 5.0
 """A thread that has not left its stream by then is left behind."""
+
+
+class Reader(Protocol):
+    """One generation of a stream, as a loader reads it; see `StreamReader`."""
+
+    @property
+    def failed(self) -> bool:
+        """`next` has raised: this reader gives nothing more."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """The stream is left."""
+        ...
+
+    def next(self, interrupted: Callable[[], bool] | None = None) -> tuple[dict[str, Any], BatchInfo] | None:
+        """The next microbatch and what it says about itself; None at the end of the stream."""
+        ...
+
+    def consumed(self, state: LoaderState) -> None:
+        """The steps before `state` are consumed."""
+        ...
+
+    def set_changes(self, changes: tuple[Change, ...]) -> None:
+        """Tell the planner of all changes to come."""
+        ...
+
+    def stop(self) -> None:
+        """Stop reading; waits for nothing."""
+        ...
+
+    def close(self) -> None:
+        """Stop reading, and wait until the stream is left."""
+        ...
 
 
 class StreamReader:
@@ -184,7 +218,7 @@ class StreamReader:
                 return
             yield from self._finish(window, self._first)
             self._first = window.first_step + window.num_steps
-            if window.states[-1].ended or window.states[-1].passes > window.states[0].passes:
+            if is_last(window):
                 return
 
     def _fetch(self) -> BatchWindow | None:
@@ -256,9 +290,7 @@ class InlineReader(StreamReader):
         try:
             item = next(self._source, None)
         except BaseException as error:
-            self.failed, self._failure = True, error
-            if not isinstance(error, Exception):
-                self._failure = StreamError(f"reading was interrupted ({type(error).__name__}): begin anew with iter()")
+            self.failed, self._failure = True, unusable(error)
             self._leave_once()
             raise
         if item is None:
@@ -295,6 +327,18 @@ class InlineReader(StreamReader):
     def _still_wanted(self) -> None:
         if self._interrupted is not None and self._interrupted():
             raise _interruption()
+
+
+def is_last(window: BatchWindow) -> bool:
+    """Whether the stream, or its pass, ends with a window."""
+    return window.states[-1].ended or window.states[-1].passes > window.states[0].passes
+
+
+def unusable(error: BaseException) -> BaseException:
+    """What a reader that failed without a thread raises from then on."""
+    if isinstance(error, Exception):
+        return error
+    return StreamError(f"reading was interrupted ({type(error).__name__}): begin anew with iter()")
 
 
 def _interruption() -> InterruptedError:

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from megascale_lightning.checkpointing.filelists import FileChanges, FileLists, compare_lists, pack_lists
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.client.lives import SampleLife
+from megascale_lightning.client.peers import PeerGroup, find_peers
 from megascale_lightning.client.portable import check_portable_code
 from megascale_lightning.client.resolving import (
     Manifests,
@@ -60,6 +61,7 @@ class LoadingSession:
         kinds: Kinds of streams to serve ("train", "val", "test", "predict"); None: all that the config has.
         passes: The training stream goes in passes over its sources, see `StreamSpec.passes`.
         frozen: Files of training sources that go on with those they began with, by source name.
+        mesh: The trainer's device mesh, whose process groups may carry batches (`broadcast_at`).
 
     Raises:
         ConfigError: The config does not fit the trainer, or its files are not there.
@@ -76,6 +78,7 @@ class LoadingSession:
         kinds: Collection[str] | None = None,
         passes: bool = False,
         frozen: FileLists | None = None,
+        mesh: Any = None,
     ) -> None:
         check_portable_code(config)
         self.config = config
@@ -97,6 +100,8 @@ class LoadingSession:
         self.run: str = share(lambda: uuid.uuid4().hex[:12])
         self._specs = resolve_streams(config, self.tree, surveyed, accumulate, passes=passes)
         self._surveyed = surveyed
+        # The same of all streams.
+        self._peers = find_peers(self.tree, next((spec.broadcast for spec in self._specs.values()), ()), mesh)
         if config.runtime == "local":
             # Every rank runs the roles itself, and all must mean the same files.
             self._manifests = share(lambda: self._manifests)
@@ -148,6 +153,8 @@ class LoadingSession:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        if self._peers is not None:
+            self._peers.close()
         leads = self._alone or self._rank == 0
         if not leads:
             self._runtime.close()
@@ -197,6 +204,19 @@ class LoadingSession:
     def stats(self) -> dict[str, Any]:
         """Counters of the roles, by role name."""
         return self._runtime.stats()
+
+    def peers(self, rank: int) -> PeerGroup | None:
+        """Those that a rank shares its fetches with; None where it fetches by itself.
+
+        Raises:
+            ConfigError: Batches are broadcast, and the rank is not that of this process.
+        """
+        if self._peers is not None and rank != self._peers.rank:
+            raise ConfigError(
+                f"a loader for rank {rank} in the process of rank {self._peers.rank}: where batches are broadcast "
+                "(broadcast_at), each process can have its own batches only"
+            )
+        return self._peers
 
     def next_number(self, stream: str, rank: int) -> int:
         """How many loaders of this stream and place there were before."""

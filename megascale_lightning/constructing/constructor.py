@@ -33,6 +33,7 @@ class DataConstructor:
         self._specs = dict(specs)
         self._loader_of = loader_of
         self._generations: dict[tuple[str, str], Generation] = {}
+        self._fetches = 0
         # By identity, since the arguments hold arrays; the call is kept so that its identity is not given away.
         self._in_flight: dict[int, tuple[Call, Callable[[Any], None]]] = {}
 
@@ -77,6 +78,7 @@ class DataConstructor:
             del window.builds[group]
             build = self._build(found, window, window.plan, group)
         if build.batch is not None:
+            self._fetches += 1
             return build.batch
         return NotYet(f"{_steps(stream, window)} wait for {', '.join(build.waiting_for())}")
 
@@ -118,7 +120,10 @@ class DataConstructor:
         receive(result)
 
     def stats(self) -> dict[str, Any]:
-        """Open generations and clients, windows held and batches built of them, and calls that are not answered."""
+        """Open generations and clients, windows held and batches built of them, and calls that are not answered.
+
+        `fetches` counts the windows that clients were given, from the beginning on.
+        """
         generations = self._generations.values()
         windows = [window for generation in generations for window in generation.windows.values()]
         return {
@@ -127,6 +132,7 @@ class DataConstructor:
             "windows": len(windows),
             "batches": sum(build.batch is not None for window in windows for build in window.builds.values()),
             "calls": len(self._in_flight),
+            "fetches": self._fetches,
         }
 
     def _generation(self, stream: str, name: str, group: int) -> Generation:

@@ -192,6 +192,21 @@ class ClientPlaceTree:
         where = tuple(slice(0, 1) if axis in folded else slice(None) for axis in AXES)
         return tuple(sorted(self.grid[where].ravel().tolist()))
 
+    def peers(self, rank: int, broadcast: str | Iterable[str] = ()) -> tuple[int, ...]:
+        """The ranks that share one fetch with `rank`, which is among them: first the one that fetches.
+
+        Args:
+            rank: One of the tree's.
+            broadcast: As `fetchers` takes it.
+
+        Raises:
+            ConfigError: The tree has no such rank, or an axis is unknown, or is `dp`.
+        """
+        folded = check_broadcast((broadcast,) if isinstance(broadcast, str) else broadcast)
+        place = zip(AXES, self._coordinates(rank), strict=True)
+        where = tuple(slice(None) if axis in folded else at for axis, at in place)
+        return tuple(self.grid[where].ravel().tolist())
+
     def _coordinates(self, rank: int) -> tuple[int, ...]:
         # True and 1.0 would be found, too.
         whole = isinstance(rank, (int, np.integer)) and not isinstance(rank, bool)

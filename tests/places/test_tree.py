@@ -163,6 +163,18 @@ class TestFetchers:
         fetchers = set(self.tree.fetchers("cp"))
         assert all(len(fetchers & set(self.tree.group(rank, "cp"))) == 1 for rank in self.tree.ranks)
 
+    def test_peers_of_a_permuted_layout_have_the_fetcher_first(self):
+        tree = ClientPlaceTree.from_ranks([[[5, 4], [1, 0]], [[7, 6], [3, 2]]], ("tp", "dp", "pp"))
+        assert tree.peers(0, ("tp", "pp")) == (1, 3, 0, 2)
+        assert tree.peers(6, "pipeline") == (7, 6)
+        assert tree.peers(6) == (6,)
+        for broadcast in (("tp",), ("tp", "pp")):
+            groups = {tree.peers(rank, broadcast) for rank in tree.ranks}
+            assert sorted(group[0] for group in groups) == list(tree.fetchers(broadcast))
+            assert sorted(rank for group in groups for rank in group) == list(tree.ranks)
+        with pytest.raises(ConfigError, match="along dp"):
+            tree.peers(0, ("tp", "fsdp"))
+
     def test_data_parallel_ranks_do_not_share(self):
         with pytest.raises(ConfigError, match="along dp"):
             self.tree.fetchers(("tp", "fsdp"))
