@@ -17,7 +17,7 @@ KINDS = ("parquet", "arrow", "jsonl", "tar")
 
 def write(path: Path, kind: str, columns: dict[str, Any], *, unit_rows: int = 7) -> str:
     """One file of these columns. In a tar, `__key__` is the key of a sample, and texts are members."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path = path.with_suffix(f".{kind}")
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     if kind == "parquet":
