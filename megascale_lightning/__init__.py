@@ -28,6 +28,7 @@ from megascale_lightning.errors import (
     StreamError,
 )
 from megascale_lightning.rows import CollatedRows, PackedRows, PaddedRows
+from megascale_lightning.sources.join import Join
 from megascale_lightning.sources.source import Source
 from megascale_lightning.version import __version__ as __version__
 
@@ -71,6 +72,7 @@ __all__ = [
     "EmptySourceError",
     "ForkError",
     "HybridVLM",
+    "Join",
     "LoaderConfig",
     "LongShort",
     "LossFeedback",

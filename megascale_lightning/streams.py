@@ -13,6 +13,7 @@ from megascale_lightning.curriculum import QuantileSchedule
 from megascale_lightning.mixtures import WeightSchedule
 from megascale_lightning.rows import ContextParallel, Rows
 from megascale_lightning.types import (
+    BAD_REASONS,
     LEVEL_STATE,
     ORDER_VERSION,
     PIECE,
@@ -40,6 +41,8 @@ class SourceSpec:
     """None: endless."""
     max_bad_fraction: float | None = None
     """As in `Source`."""
+    bad_reasons: tuple[str, ...] = BAD_REASONS
+    """What it is a fraction of."""
     quarantine: str = ""
     """The file that lists its bad records, if there is one."""
     together: bool = False

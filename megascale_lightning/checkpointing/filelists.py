@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from megascale_lightning.errors import StateError
+from megascale_lightning.sources.manifest import Manifest
+from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.storage import FileInfo
 
 __all__ = [
@@ -19,6 +21,8 @@ __all__ = [
     "compare_lists",
     "describe_changes",
     "kept_files",
+    "list_names",
+    "lists_of",
     "pack_lists",
     "unpack_lists",
 ]
@@ -26,12 +30,23 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 FileLists: TypeAlias = Mapping[str, tuple[FileInfo, ...]]
-"""Source name -> its files, in list order."""
+"""Source name, or `name/join/0` and so on for what is joined to it -> files, in list order."""
 
 FILES_KEY: Final = "megascale_lightning_files"
 """The fixed key of the file lists in a checkpoint."""
 
 _SHOWN: Final = 3
+
+
+def list_names(source: Source) -> list[str]:
+    """Names of the lists of a source: of its own files, and of those of each of its joins."""
+    return [source.name, *(f"{source.name}/join/{index}" for index in range(len(source.joins)))]
+
+
+def lists_of(source: Source, manifest: Manifest) -> FileLists:
+    """The lists of a source."""
+    manifests = (manifest, *manifest.joined)
+    return {name: one.files for name, one in zip(list_names(source), manifests, strict=True)}
 
 
 def pack_lists(lists: FileLists) -> bytes:
@@ -59,36 +74,40 @@ class FileChanges:
     kept: FileLists = field(default_factory=dict)
     """Files to keep to, of sources that got further ones."""
     copied: tuple[str, ...] = ()
-    """Sources all of whose files were written anew, at equal sizes: copied or fetched once more."""
+    """Sources whose files were written anew, at equal sizes, all of a list: copied or fetched once more."""
 
 
 def compare_lists(pairs: Mapping[str, tuple[Sequence[FileInfo], Sequence[FileInfo]]]) -> FileChanges:
     """Tell what can be gone on with, and say so in the log.
 
     Args:
-        pairs: Source name -> its files then and now.
+        pairs: Name of a list -> files then and now.
     """
-    kept, copied = {}, []
+    kept, copied, edited = {}, [], set()
     for name, (saved, now) in pairs.items():
+        source = name.partition("/")[0]
         files = kept_files(saved, now)
         if files is not None:
             kept[name] = files
             logger.warning(
                 "source %r goes on with the files that the run began with: %s; "
                 'force_resume=["files.%s"] takes in all that there are and begins the source\'s epoch anew',
-                name,
+                source,
                 describe_changes(saved, now),
-                name,
+                source,
             )
-        if _all_written_anew(saved, now if files is None else files):
-            copied.append(name)
+        found = now if files is None else files
+        if not _all_written_anew(saved, found):
+            edited |= set() if list(saved) == list(found) else {source}
+        else:
+            copied.append(source)
             logger.warning(
                 "source %r: all %d files were written since the state was saved, each with its size of then: taken for "
                 "copies",
-                name,
+                source,
                 len(saved),
             )
-    return FileChanges(kept, tuple(copied))
+    return FileChanges(kept, tuple(source for source in dict.fromkeys(copied) if source not in edited))
 
 
 def _all_written_anew(saved: Sequence[FileInfo], now: Sequence[FileInfo]) -> bool:

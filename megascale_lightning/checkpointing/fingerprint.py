@@ -19,6 +19,7 @@ SOURCE_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
         "shuffle": True,
         "overlong": "split",
         "together": None,
+        "join": None,
         "on_error": "raise",
         "transform": None,
         "transform_batched": None,
@@ -112,6 +113,8 @@ def order_fingerprint(
             value = "skip" if value == "quarantine" else value  # the same samples
             if field == "format_options":
                 value = json.dumps(value, sort_keys=True, default=str) if value else None
+            if field == "join" and value is not None:
+                value = json.dumps([{"on": join.on, "columns": join.columns} for join in source.joins])
             if value != default:
                 table[f"sources.{source.name}.{field}"] = value
     return table | {f"strategy.{name}": value for name, value in (strategy or {}).items()}

@@ -25,6 +25,7 @@ _REASONS: Final = {
     "empty": "no tokens",
     "read_error": "cannot be read",
     "transform_error": "the transform raised an error",
+    "partner": "what belongs to it is not there",
 }
 
 
@@ -94,8 +95,9 @@ def remember_all_secrets(config: LoaderConfig, sources: Sequence[Source]) -> Non
     """Records may hold the credentials of any of them: none is shown."""
     names = list(config.env)
     for source in sources:
-        remember_secrets(source.storage_options)
-        names += named_variables(source.storage_options)
+        for options in source.all_storage_options():
+            remember_secrets(options)
+            names += named_variables(options)
     remember_secrets([os.environ[name] for name in names if name in os.environ])
 
 
@@ -103,9 +105,12 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     share = f"{found['share']:.1%} of the {found['share_unit']} of {found['stream']}"
     yield f"{found['stream']}  {found['source']}: {found['format']}, weight {found['weight']:g} ({share})"
     if found["files"] is not None:
-        more = found["files"] - len(found["paths"])
-        yield f"  files     {found['files']:,}: {', '.join(found['paths'])}" + (f", and {more:,} more" if more else "")
+        yield f"  files     {_files_text(found)}"
         yield f"  stored    {_bytes(found['stored_bytes'])}"
+    for joined in found["joined"]:
+        fields = "all fields" if joined["columns"] is None else ", ".join(joined["columns"])
+        yield f"  joined    {fields} by {joined['on']!r} of {joined['format']}, {_bytes(joined['stored_bytes'])}"
+        yield f"            {_files_text(joined)}"
     yield f"  units     {found['units']:,}" + (", read in slices" if found["read_in_slices"] else "")
     yield f"  rows      {_rows_text(found)}"
     yield f"  order     {_order_text(found)}"
@@ -117,6 +122,11 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _dropped_lines(found)
     yield from _first_lines(found["first"])
     yield ""
+
+
+def _files_text(found: Mapping[str, Any]) -> str:
+    more = found["files"] - len(found["paths"])
+    return f"{found['files']:,}: {', '.join(found['paths'])}" + (f", and {more:,} more" if more else "")
 
 
 def _rows_text(found: Mapping[str, Any]) -> str:

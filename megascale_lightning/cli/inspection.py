@@ -22,7 +22,6 @@ from megascale_lightning.sources.manifest import Manifest
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.secrets import redact
 from megascale_lightning.sources.survey import build_manifest
-from megascale_lightning.types import BAD_REASONS
 
 __all__ = ["bin_edges", "inspect_source"]
 
@@ -67,6 +66,10 @@ def inspect_source(config: LoaderConfig, stream: str, source: Source, limit: int
         "stream": stream,
         "source": source.name,
         **_size(manifest, count),
+        "joined": [
+            {"on": join.on, "columns": None if join.columns is None else [*join.columns], **_files(of_join)}
+            for join, of_join in zip(source.joins, manifest.joined, strict=True)
+        ],
         "weight": weights[source.name],
         "share": weights[source.name] / (sum(weights.values()) or 1.0),
         "share_unit": config.shares.unit if stream == "train" else "samples",
@@ -89,16 +92,22 @@ def inspect_source(config: LoaderConfig, stream: str, source: Source, limit: int
 
 
 def _size(manifest: Manifest, count: RowCount) -> dict[str, Any]:
+    return {
+        **_files(manifest),
+        "units": manifest.num_units,
+        "read_in_slices": manifest.sliced,
+        "rows": count.rows,
+        "rows_are": "counted" if count.is_exact else "at least" if count.is_least else "estimated",
+    }
+
+
+def _files(manifest: Manifest) -> dict[str, Any]:
     has_files = manifest.format not in _NO_FILES
     return {
         "format": manifest.format,
         "files": len(manifest.files) if has_files else None,
         "paths": [info.path for info in manifest.files[:_SHOWN_FILES]] if has_files else [],
-        "units": manifest.num_units,
-        "read_in_slices": manifest.sliced,
         "stored_bytes": sum(info.size for info in manifest.files) if has_files else None,
-        "rows": count.rows,
-        "rows_are": "counted" if count.is_exact else "at least" if count.is_least else "estimated",
     }
 
 
@@ -106,7 +115,7 @@ def _bad(scan: Scan, source: Source, manifest: Manifest, *, all_of_them: bool) -
     bad = scan.bad if all_of_them else scan.bad[:_SHOWN_BAD]
     return {
         "on_error": source.on_error,
-        "num_bad": sum(scan.codes[reason] for reason in BAD_REASONS),
+        "num_bad": sum(scan.codes[reason] for reason in source.bad_reasons),
         "bad": [_bad_row(entry, manifest) for entry in bad],
         "bad_not_listed": len(scan.bad) - len(bad),
     }

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from megascale_lightning.checkpointing.filelists import FileLists
+from megascale_lightning.checkpointing.filelists import FileLists, list_names
 from megascale_lightning.config import LoaderConfig
 from megascale_lightning.constructing.constructor import DataConstructor
 from megascale_lightning.errors import ConfigError, MegaScaleWarning
@@ -85,10 +85,12 @@ def read_manifests(config: LoaderConfig, streams: Collection[str], frozen: FileL
                 source,
                 portable=portable,
                 dump=dump,
-                files=_frozen(frozen, stream, source),
+                files=chosen[0],
+                joined_files=chosen[1:],
                 needs_tokens=not isinstance(config.rows_of(stream), CollatedRows),
             )
             for source in sources
+            for chosen in [_frozen(frozen, stream, source)]
         )
         for stream, sources in config.streams().items()
         if stream in streams
@@ -99,8 +101,10 @@ def read_manifests(config: LoaderConfig, streams: Collection[str], frozen: FileL
     return found
 
 
-def _frozen(frozen: FileLists | None, stream: str, source: Source) -> tuple[FileInfo, ...] | None:
-    return None if frozen is None or stream != "train" else frozen.get(source.name)
+def _frozen(frozen: FileLists | None, stream: str, source: Source) -> list[tuple[FileInfo, ...] | None]:
+    """Of the source's own files, and of each of its joins."""
+    lists = frozen if frozen is not None and stream == "train" else {}
+    return [lists.get(name) for name in list_names(source)]
 
 
 def check_quarantine(config: LoaderConfig, streams: Collection[str]) -> None:
@@ -334,7 +338,8 @@ def _environment(config: LoaderConfig, streams: Mapping[str, Sequence[Source]]) 
     for sources in streams.values():
         for source in sources:
             where = f"source {source.name!r}: storage_options"
-            wanted |= {name: where for name in named_variables(source.storage_options) if name not in wanted}
+            for options in source.all_storage_options():
+                wanted |= {name: where for name in named_variables(options) if name not in wanted}
     missing = {name: where for name, where in wanted.items() if name not in os.environ}
     if missing:
         raise ConfigError(
@@ -358,6 +363,7 @@ def _source_specs(
             weight=weights[source.name],
             epochs=source.epochs,
             max_bad_fraction=source.max_bad_fraction,
+            bad_reasons=source.bad_reasons,
             together=source.together is not None,
             quarantine=place.path if (place := _quarantine(config, stream, source)) else "",
             num_records=records[source.name] if counts_rest and source.epochs and records[source.name] >= 0 else None,

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
-from megascale_lightning.checkpointing.filelists import FileChanges, FileLists, compare_lists, pack_lists
+from megascale_lightning.checkpointing.filelists import (
+    FileChanges,
+    FileLists,
+    compare_lists,
+    list_names,
+    lists_of,
+    pack_lists,
+)
 from megascale_lightning.client.info import BatchInfo
 from megascale_lightning.client.lives import SampleLife
 from megascale_lightning.client.peers import PeerGroup, find_peers
@@ -60,7 +67,7 @@ class LoadingSession:
         broadcast: `broadcast(obj)` returns rank 0's object on every rank; None: this process is alone.
         kinds: Kinds of streams to serve ("train", "val", "test", "predict"); None: all that the config has.
         passes: The training stream goes in passes over its sources, see `StreamSpec.passes`.
-        frozen: Files of training sources that go on with those they began with, by source name.
+        frozen: Files of training sources that go on with those they began with.
         mesh: The trainer's device mesh, whose process groups may carry batches (`broadcast_at`).
 
     Raises:
@@ -274,13 +281,10 @@ class LoadingSession:
         return find_life(self.config, self.spec(stream), sample_id, state, handed, manifests)
 
     def file_lists(self) -> dict[str, tuple[FileInfo, ...]]:
-        """Files of the training sources, by source name, as far as they have any; on the process that reads them."""
+        """Files of the training sources, as far as they have any; on the process that reads them."""
         sources, manifests = self.config.streams().get("train", ()), self._manifests.get("train", ())
-        return {
-            source.name: manifest.files
-            for source, manifest in zip(sources, manifests, strict=False)
-            if manifest.format != "dataset"
-        }
+        pairs = [pair for pair in zip(sources, manifests, strict=False) if pair[1].format != "dataset"]
+        return {name: files for source, manifest in pairs for name, files in lists_of(source, manifest).items()}
 
     @cached_property
     def packed_file_lists(self) -> bytes:
@@ -303,10 +307,13 @@ class LoadingSession:
         changed = [name for name in ours if ours[name] != theirs.get(name, ours[name]) and not self._forced(name)]
         if not changed:
             return FileChanges()
+        names = [
+            name for source in self.config.streams()["train"] if source.name in changed for name in list_names(source)
+        ]
 
         def compare() -> FileChanges:
             now = self.file_lists()
-            return compare_lists({name: (lists.get(name, ()), now.get(name, ())) for name in changed})
+            return compare_lists({name: (lists.get(name, ()), now.get(name, ())) for name in names})
 
         return self._share(compare)
 

@@ -183,8 +183,12 @@ class SavedStates:
 
     def _notes(self, lists: FileLists | None) -> dict[str, str]:
         now = self._lists
-        said = {name: describe_changes(files, now[name]) for name, files in (lists or {}).items() if name in now}
-        return {f"{kind}.{name}": note for name, note in said.items() for kind in ("files", "modified")}
+        said: dict[str, list[str]] = {}
+        for name, files in (lists or {}).items():
+            if name in now and tuple(files) != now[name]:
+                source, _, join = name.partition("/")
+                said.setdefault(source, []).append(f"{join}: " * bool(join) + describe_changes(files, now[name]))
+        return {f"{kind}.{name}": "; ".join(notes) for name, notes in said.items() for kind in ("files", "modified")}
 
     def _with_weights(
         self, stream: str, state: LoaderState, added: Collection[str], changed: Collection[str]

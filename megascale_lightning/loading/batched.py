@@ -15,6 +15,7 @@ from megascale_lightning.loading.transforms import (
     Failed,
     SampleRunner,
     attempt,
+    failure_of,
     retried,
     show_call,
     unreadable_rows,
@@ -105,7 +106,7 @@ class BatchRunner:
             failures = {row: sample for row, sample in enumerate(fetched) if isinstance(sample, Failed)}
             block = replace(block, objects=fetched, lazy=False)
         else:
-            failures = {row: Failed(READ_ERROR, message) for row, message in block.failures.items()}
+            failures = {row: failure_of(block, row) for row in block.failures}
         rows = [row for row in range(block.num_rows) if row not in failures]
         if not rows:
             return Columns(block.num_rows, [], {}, failures)

@@ -129,18 +129,19 @@ def _aligned(
     return kept, offsets
 
 
-def from_table(where: str, table: Any, fields: Fields) -> Fragment:
+def from_table(where: str, table: Any, fields: Fields, failures: Mapping[int, Failed] | None = None) -> Fragment:
     """Fields of an Arrow table: no python object per record, no copy beyond what Arrow or int32 needs.
 
     Args:
         where: Source, file and unit, for messages.
         table: `pyarrow.Table` with the columns of `fields`.
         fields: What is kept; its `length` is no function.
+        failures: Index -> why the record has failed already.
 
     Raises:
         ConfigError: A token column is no list of numbers, or `input_ids` none of whole numbers.
     """
-    built = _Builder(table.num_rows, READ_ERROR, {})
+    built = _Builder(table.num_rows, READ_ERROR, failures or {})
     for field in fields.tokens:
         column = table.column(field)
         _check_token_type(where, field, column.type)

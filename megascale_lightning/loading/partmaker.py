@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megascale_lightning.errors import CorruptDataError, DataError, StateError
 from megascale_lightning.loading.executors import Executors
+from megascale_lightning.loading.joins import make_record_reader
 from megascale_lightning.loading.partners import Partners
 from megascale_lightning.loading.parts import Part
 from megascale_lightning.loading.quarantine import WHOLE_UNIT, BadRecord, Quarantine, QuarantineFile, digest_of
@@ -88,7 +89,7 @@ class PartMaker(ABC):
         if loaded.quarantine is not None:
             self._quarantine = QuarantineFile(loaded.quarantine, source.name, loaded.manifest)
         self._executors = executors or Executors()
-        self._reader = make_reader(source, loaded.manifest, self._columns(), pool=pool, cache=loaded.cache)
+        self._reader = make_record_reader(source, loaded.manifest, self._columns(), pool=pool, cache=loaded.cache)
         self._partners: Partners | None = None
         if source.together is not None:
             reader = make_reader(source, loaded.manifest, [source.together], pool=pool, cache=loaded.cache)

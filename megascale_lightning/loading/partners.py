@@ -87,14 +87,14 @@ class Partners:
         Raises:
             DataError: A record names none, or something that is no id.
         """
-        name = self._name
+        name, unread = self._name, block.failures.keys() - set(block.unpaired)
         if block.table is not None:
             ids = block.table.column(name).to_pylist()
         else:
             assert block.objects is not None
-            ids = [_UNKNOWN if i in block.failures else self._id(block, i) for i in range(block.num_rows)]
+            ids = [_UNKNOWN if i in unread else self._id(block, i) for i in range(block.num_rows)]
         for index, found in enumerate(ids):
-            if index in block.failures:
+            if index in unread:
                 ids[index] = _UNKNOWN
             elif not isinstance(found, Hashable):
                 raise DataError(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from megascale_lightning.errors import DataError
 from megascale_lightning.loading.reasons import EMPTY, KEPT, OVERLONG, TRUNCATED
-from megascale_lightning.sources.source import Overlong
+from megascale_lightning.sources.choices import Overlong
 from megascale_lightning.types import IGNORED_LABEL, PIECE, IntArray
 
 __all__ = ["apply_overlong", "count_loss_tokens", "cut_records", "permute_entries"]

@@ -226,19 +226,19 @@ def packed_run(run: Run) -> bytes:
         records = list(block.objects)
     indices = None if run.indices is None else list(run.indices)
     place = (block.unit, block.row_start, block.num_rows)
-    return pickle.dumps((place, records, dict(block.failures), run.epoch, indices), 5)
+    failures = dict(block.failures), frozenset(block.unpaired)
+    return pickle.dumps((place, records, failures, run.epoch, indices), 5)
 
 
 def unpacked_run(data: bytes, work: Work) -> Run:
     """The run that `packed_run` made bytes of."""
-    (unit, start, count), records, failures, epoch, indices = pickle.loads(data)
+    (unit, start, count), records, (failures, unpaired), epoch, indices = pickle.loads(data)
     if records is None:
-        block = work.read(unit, start, start + count)
-    elif isinstance(records, list):
-        block = RecordBlock(unit=unit, row_start=start, num_rows=count, objects=records, failures=failures)
-    else:
-        table = pa.ipc.open_stream(records).read_all()
-        block = RecordBlock(unit=unit, row_start=start, num_rows=count, table=table, failures=failures)
+        return Run(work.read(unit, start, start + count), epoch, indices)
+    held: dict[str, Any] = {"objects": records}
+    if not isinstance(records, list):
+        held = {"table": pa.ipc.open_stream(records).read_all()}
+    block = RecordBlock(unit=unit, row_start=start, num_rows=count, failures=failures, unpaired=unpaired, **held)
     return Run(block, epoch, indices)
 
 

@@ -27,4 +27,4 @@ TRUNCATED: Final = 4
 READ_ERROR: Final = 5
 TRANSFORM_ERROR: Final = 6
 PARTNER: Final = 7
-"""A record that stays together with it is dropped."""
+"""A record that stays together with it is dropped, or what is to be joined to it is not there."""

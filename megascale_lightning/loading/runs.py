@@ -50,6 +50,7 @@ def cut_block(block: RecordBlock, size: int) -> Iterator[RecordBlock]:
             objects=None if block.objects is None else _Slice(block.objects, range(start, stop)),
             failures=_shifted(block.failures, start, stop),
             raw=_shifted(block.raw, start, stop),
+            unpaired=frozenset(index - start for index in block.unpaired if start <= index < stop),
         )
 
 

@@ -45,8 +45,9 @@ class SampleMaker(PartMaker):
         source = self.source
         if source.columns is None or self._manifest.format == "dataset":
             return None
-        length = [source.length] if isinstance(source.length, str) else []
-        return list(dict.fromkeys([*source.columns, *length]))
+        joined = {name for join in source.joins for name in join.columns or ()}
+        length = [source.length] if isinstance(source.length, str) and source.length not in joined else []
+        return list(dict.fromkeys([*(source.read_columns or ()), *length]))
 
     def make(self, key: PartKey) -> Part:
         """Settle one part, and read it unless samples are fetched late; see `PartMaker.make`."""

@@ -8,11 +8,11 @@ from typing import Any
 
 from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.loading.batched import BatchRunner
+from megascale_lightning.loading.joins import make_record_reader
 from megascale_lightning.loading.partmaker import LoadedSource
 from megascale_lightning.loading.partners import Partners
-from megascale_lightning.loading.reasons import READ_ERROR
 from megascale_lightning.loading.runs import BATCHED_RECORDS, cut_block
-from megascale_lightning.loading.transforms import Failed, SampleRunner
+from megascale_lightning.loading.transforms import Failed, SampleRunner, failure_of
 from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.sources.order import Segment, num_windows, window_parts, window_units_of
 from megascale_lightning.sources.reader import make_reader
@@ -28,7 +28,7 @@ class ShownSample:
     where: str
     """Source, file, unit, row and epoch, for people."""
     raw: Any
-    """The record as read. Of one that could not be, the bytes as stored, or None."""
+    """The record as read, with what is joined to it. Of one that could not be read, the bytes as stored, or None."""
     _transform: Callable[[], Any] = field(repr=False)
 
     @property
@@ -84,8 +84,8 @@ class SampleShower:
             raise ConfigError(
                 f"source {name!r} has epochs from 0 on and units 0 to {units - 1}, not epoch {epoch}, unit {unit}"
             )
-        columns = self._source.read_columns if self._source.is_transformed else None
-        reader = make_reader(self._source, self._manifest, columns)
+        columns = self._source.read_columns if self._source.is_transformed or self._source.joins else None
+        reader = make_record_reader(self._source, self._manifest, columns)
         try:
             block = self._block(reader, epoch, unit, row)
             index = row - block.row_start
@@ -144,7 +144,9 @@ class SampleShower:
         return [Segment(unit, 0, found[0].row_start if found else -1), *found]
 
     def _raw(self, block: RecordBlock, index: int, epoch: int) -> Any:
-        if index in block.failures:
+        if index in block.unpaired:
+            block = replace(block, failures={})
+        elif index in block.failures:
             return block.raw.get(index)
         plain = replace(self._source, transform=None, transform_batched=None)
         (found,) = SampleRunner(plain, self._seed, dicts_only=False).run_each(
@@ -157,7 +159,7 @@ class SampleShower:
 
     def _transformed(self, block: RecordBlock, index: int, epoch: int) -> Any:
         if index in block.failures:
-            return Failed(READ_ERROR, block.failures[index])
+            return failure_of(block, index)
         if self._source.transform_batched is not None:
             runner = BatchRunner(self._source, self._seed, dicts_only=self._dicts_only)
             return runner.run(block, epoch).samples()[index]

@@ -19,6 +19,7 @@ from megascale_lightning.loading.pieces import apply_overlong, count_loss_tokens
 from megascale_lightning.loading.reasons import KEPT, REASONS, TRUNCATED
 from megascale_lightning.loading.runs import BATCHED_RECORDS, TOKEN_RECORDS, Run, cut_block
 from megascale_lightning.loading.samplefields import join_samples, sample_bytes
+from megascale_lightning.loading.transforms import failure_of
 from megascale_lightning.loading.works import TokenWork
 from megascale_lightning.rows import Rows
 from megascale_lightning.sources.records import RecordBlock
@@ -46,7 +47,7 @@ class TokenMaker(PartMaker):
         return self._columns_of(self.source)
 
     def _columns_of(self, source: Source) -> Sequence[str] | None:
-        if self._needs_samples:
+        if self._needs_samples or source.joins:
             return source.read_columns
         together = [] if source.together is None else [source.together]
         length = [source.length] if isinstance(source.length, str) else []
@@ -83,10 +84,13 @@ class TokenMaker(PartMaker):
 
     def _plain(self, run: Run) -> Fragment:
         """The fields of a run that none of the user's code is needed for."""
-        if run.block.table is None:
+        block = run.block
+        if block.table is None:
             return self._work(run)
-        where = f"source {self.source.name!r}, {self._manifest.locate(run.block.unit)}"
-        return from_table(where, run.block.table, self._fields)
+        where = f"source {self.source.name!r}, {self._manifest.locate(block.unit)}"
+        return from_table(
+            where, block.table, self._fields, {index: failure_of(block, index) for index in block.failures}
+        )
 
     def _runs(self, key: PartKey, ends: list[bool]) -> Iterator[Run]:
         size = BATCHED_RECORDS if self.source.transform_batched is not None else TOKEN_RECORDS

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from megascale_lightning.errors import DataError
 from megascale_lightning.loading.owncopies import own_copy
-from megascale_lightning.loading.reasons import FILTERED, READ_ERROR, TRANSFORM_ERROR
+from megascale_lightning.loading.reasons import FILTERED, PARTNER, READ_ERROR, TRANSFORM_ERROR
 from megascale_lightning.sources.formats.arrowcolumns import column_rows, table_rows
 from megascale_lightning.sources.functions import function_name, rng_is_keyword, takes_rng
 from megascale_lightning.sources.globalstates import lent_states, seeded
@@ -28,6 +28,8 @@ __all__ = [
     "RemoteError",
     "SampleRunner",
     "attempt",
+    "failure_of",
+    "records_of",
     "retried",
     "show_call",
     "takes_rng",
@@ -63,6 +65,11 @@ class Failed:
         if error is not None and not isinstance(error, RemoteError):
             error = RemoteError("".join(traceback.format_exception(error)))
         return Failed, (self.reason, self.message, error)
+
+
+def failure_of(block: RecordBlock, index: int) -> Failed:
+    """What is wrong with a failed record of a block."""
+    return Failed(PARTNER if index in block.unpaired else READ_ERROR, block.failures[index])
 
 
 class Place(NamedTuple):
@@ -116,7 +123,7 @@ class SampleRunner:
         Raises:
             DataError: The transform gave no dict where one is due, or a device failed more than once.
         """
-        samples, unreadable = _records_of(block)
+        samples, unreadable = records_of(block)
         block = replace(block, failures={**unreadable, **block.failures}) if unreadable else block
         uses_globals = block.lazy or (self._transform is not None and not self._takes_rng)
         if not uses_globals or self._thread_safe:
@@ -137,7 +144,7 @@ class SampleRunner:
 
     def _one(self, block: RecordBlock, samples: Any, index: int, epoch: int) -> Any:
         if index in block.failures:
-            return Failed(READ_ERROR, block.failures[index])
+            return failure_of(block, index)
         row = block.row_start + index
         sample = attempt(lambda: samples[index], READ_ERROR, "fetching it") if block.lazy else samples[index]
         if isinstance(sample, Failed):
@@ -168,7 +175,7 @@ class SampleRunner:
         )
 
 
-def _records_of(block: RecordBlock) -> tuple[Sequence[Any], dict[int, str]]:
+def records_of(block: RecordBlock) -> tuple[Sequence[Any], dict[int, str]]:
     """One record per row, and what is wrong with those whose values python cannot hold."""
     try:
         return block.samples(), {}

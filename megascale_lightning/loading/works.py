@@ -46,13 +46,14 @@ class Work(ABC):
 
     def portable(self) -> Work:
         """The work for another process, without what it does not need there: where files are, and the keys to them."""
-        source = replace(self.source, storage_options=None, filesystem=None, executor="inline")
+        joins = tuple(replace(join, data=(), storage_options=None) for join in self.source.joins)
+        source = replace(self.source, storage_options=None, filesystem=None, executor="inline", join=joins or None)
         if self.manifest.format == "dataset":
             return replace(self, source=source)
         return replace(
             self,
             source=replace(source, data=None),
-            manifest=replace(self.manifest, files=(), units=self.manifest.units[:0]),
+            manifest=replace(self.manifest, files=(), units=self.manifest.units[:0], joined=()),
         )
 
     def read(self, unit: int, row_start: int, row_stop: int) -> RecordBlock:
@@ -149,13 +150,16 @@ class SampleWork(Work):
             return Kept(failed=Failed(reason, problem, error), fatal=True)
 
     def _picked(self, sample: Any) -> Any:
-        """A record of a file with `Source.columns` alone; what a dataset or a transform gave stays as it is."""
+        """A record of a file with `Source.columns` alone, and what is joined to it; other samples stay as they are."""
         columns = self.source.columns
         if columns is None or self.source.is_transformed or self.manifest.format == "dataset":
             return sample
         missing = [name for name in columns if name not in sample]
         if missing:
             raise _NoColumnError(missing_key(missing[0], sample))
+        keys = {join.on for join in self.source.joins}
+        if keys:
+            return {name: value for name, value in sample.items() if name in columns or name not in keys}
         return {name: sample[name] for name in columns}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from megascale_lightning.errors import DataError, EmptySourceError, StateError
 from megascale_lightning.planning.blocks import Block, BlockStore
 from megascale_lightning.streams import SourceSpec
-from megascale_lightning.types import BAD_REASONS, IntArray, PartKey
+from megascale_lightning.types import IntArray, PartKey
 
 __all__ = ["Ahead", "SourceCursor"]
 
@@ -280,7 +280,7 @@ class SourceCursor:
             self.dropped.update(counts)
         if self._spec.max_bad_fraction is not None or self._spec.num_records is not None:
             records, bad = self.checked
-            added = sum(counts.get(reason, 0) for reason in BAD_REASONS)
+            added = sum(counts.get(reason, 0) for reason in self._spec.bad_reasons)
             self.checked = records + block.records(self._counted, stop), bad + added
 
     def _check(self, enough: int) -> None:

@@ -37,6 +37,8 @@ class Manifest:
     """A name of `formats.FORMATS`."""
     sliced: bool = False
     """Units are read front to back in slices, whose number is found by reading; then each is a window of its own."""
+    joined: tuple[Manifest, ...] = ()
+    """Those of `Source.joins`."""
 
     @property
     def num_units(self) -> int:
@@ -52,9 +54,16 @@ class Manifest:
     def digest(self) -> str:
         """Two hashes in hex, with a dash between: of the content as far as listed, and of when it was written last.
 
+        Files that are joined count, too.
+
         The first, 12 digits over file names, sizes and units, is equal where the data are the same, wherever they lie.
         The second, 6 digits over the times of local files, is left out where there are none.
         """
+        content = self._content()
+        times = [info.mtime_ns for one in (self, *self.joined) for info in one.files]
+        return content if not any(times) else f"{content}-{hashlib.sha256(repr(times).encode()).hexdigest()[:6]}"
+
+    def _content(self) -> str:
         hasher = hashlib.sha256(self.format.encode())
         for info in self.files:
             # A name that is no UTF-8 has stand-ins for its bytes.
@@ -62,10 +71,9 @@ class Manifest:
         hasher.update(np.ascontiguousarray(self.units, UNIT).tobytes())
         if self.sliced:
             hasher.update(b"sliced")
-        times = [info.mtime_ns for info in self.files]
-        if not any(times):
-            return hasher.hexdigest()[:12]
-        return f"{hasher.hexdigest()[:12]}-{hashlib.sha256(repr(times).encode()).hexdigest()[:6]}"
+        for one in self.joined:
+            hasher.update(f"joined {one._content()}".encode())
+        return hasher.hexdigest()[:12]
 
     def file_of(self, unit: int, row: int | None = None) -> FileInfo:
         """The file of a unit, its first one where each record has a file of its own; or of a record."""

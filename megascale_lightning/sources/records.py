@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ class RecordBlock:
     """Index in the block -> what is wrong with the record, its place not included unless finer than (unit, row)."""
     raw: Mapping[int, bytes] = field(default_factory=dict)
     """Index in the block -> a failed record as stored, as far as it could be told from its neighbours."""
+    unpaired: Collection[int] = frozenset()
+    """Those of `failures` that could be read, and lack what `Source.join` would complete them by."""
     is_lost: bool = False
     """The bytes it would be read from are broken: every record failed, and none can be told from the next."""
 

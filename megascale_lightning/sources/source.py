@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.sources.choices import Executor, Format, OnError, Overlong, path_problems
 from megascale_lightning.sources.functions import function_name, takes_rng
-from megascale_lightning.sources.stores.files import flat_paths
+from megascale_lightning.sources.join import Join
 from megascale_lightning.sources.stores.filesystems import is_filesystem
-from megascale_lightning.sources.stores.secrets import has_password, leaves, masked, without_secrets
-from megascale_lightning.sources.stores.storage import is_web
+from megascale_lightning.sources.stores.secrets import without_secrets
+from megascale_lightning.types import BAD_REASONS
 
-__all__ = ["Executor", "Format", "OnError", "Overlong", "Source"]
-
-Format = Literal[
-    "parquet",
-    "arrow",
-    "jsonl",
-    "csv",
-    "text",
-    "webdataset",
-    "megatron",
-    "images",
-    "mds",
-    "litdata",
-    "dataset",
-    "iterable",
-]
-OnError = Literal["raise", "skip", "quarantine"]
-Executor = Literal["inline", "threads", "processes"]
-Overlong = Literal["split", "truncate", "drop", "error"]
+__all__ = ["Source"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_IPV6 = re.compile(r"(?<=://)([^/@]*@)?\[[0-9A-Fa-f:.%]*\]")
 
 
 @dataclass(frozen=True)
@@ -90,6 +72,9 @@ class Source:
     """A column: consecutive records of a file with an equal value in it are one sample of several records, such as a
     preference pair. They share a row, and are dropped together; null stands alone. Needs `overlong="drop"` or "error",
     and packed rows; see docs/sources.md."""
+    join: Join | Sequence[Join] | None = None
+    """Further files by whose records those of this source are completed, before any transform: see `Join`. A record
+    without a partner there is treated as one that cannot be read (`on_error`), and counted as "partner"."""
     thread_safe: bool = False
     """The transform may run on several threads at once."""
     executor: Executor = "inline"
@@ -107,6 +92,8 @@ class Source:
     the loaders run in this process."""
 
     def __post_init__(self) -> None:
+        if self.join is not None:
+            object.__setattr__(self, "join", Join.all_of(self.join))
         problems = list(self._problems())
         if problems:
             raise ConfigError(f"source {self.name!r}: " + "; ".join(problems))
@@ -123,11 +110,28 @@ class Source:
         return self.transform is not None or self.transform_batched is not None
 
     @property
+    def joins(self) -> tuple[Join, ...]:
+        """`join`, settled."""
+        return Join.all_of(self.join)
+
+    @property
     def read_columns(self) -> tuple[str, ...] | None:
-        """`columns`, with that of `together`."""
-        if self.columns is None or self.together is None:
-            return self.columns
-        return tuple(dict.fromkeys([*self.columns, self.together]))
+        """`columns`, with that of `together` and those of the ids of `join`."""
+        if self.columns is None:
+            return None
+        together = () if self.together is None else (self.together,)
+        return tuple(dict.fromkeys([*self.columns, *together, *(join.on for join in self.joins)]))
+
+    @property
+    def bad_reasons(self) -> tuple[str, ...]:
+        """Reasons for which a record is dropped by `on_error`, and not by a policy."""
+        return (*BAD_REASONS, "partner") if self.joins else BAD_REASONS
+
+    def all_storage_options(self) -> Iterator[Mapping[str, Any]]:
+        """`storage_options`, and those of `join`."""
+        for options in (self.storage_options, *(join.storage_options for join in self.joins)):
+            if options is not None:
+                yield options
 
     def _problems(self) -> list[str]:
         found = []
@@ -152,26 +156,7 @@ class Source:
         return found
 
     def _storage_problems(self) -> list[str]:
-        found = []
-        paths = list(flat_paths(self.data))
-        urls = [*paths, *(text for _, text in leaves(self.storage_options or {}))]
-        if any(map(has_password, urls)):
-            found.append(
-                "a URL holds a user name and a password, and URLs are kept in checkpoints and logs: leave them out of "
-                "it and give storage_options, for HTTP {'headers': {'Authorization': 'env:NAME'}} with a variable that "
-                "holds 'Basic ...' or 'Bearer ...'"
-            )
-        cut = next((path for path in paths if is_web(path) and "#" in path), None)
-        if cut is not None:
-            found.append(
-                f"a web server is not sent what follows the '#' in {masked(cut)}: write %23 where a name has a '#', or "
-                "leave it out"
-            )
-        if self.filesystem is None and any(map(_is_chained, paths)):
-            found.append(
-                "chained URLs ('::') are not read: give the filesystem that reads the files, made by fsspec, as "
-                "filesystem=, and plain paths"
-            )
+        found = path_problems(self.data, self.storage_options, has_filesystem=self.filesystem is not None)
         if self.filesystem is not None and not is_filesystem(self.filesystem):
             kind = type(self.filesystem).__name__
             found.append(f"filesystem must be a filesystem of fsspec or pyarrow, or None, not a {kind}")
@@ -212,11 +197,18 @@ class Source:
                 f"records that stay together are not cut: together={self.together!r} needs overlong='drop' or 'error', "
                 f"not {self.overlong!r}"
             )
+        found += self._join_problems()
         workers = self.num_workers
         if workers is not None and (not isinstance(workers, int) or workers < 1):
             found.append(f"num_workers must be a whole number of at least 1, not {workers!r}")
         return found
 
-
-def _is_chained(path: str) -> bool:
-    return "://" in path and "::" in _IPV6.sub("", path)
+    def _join_problems(self) -> list[str]:
+        if not self.joins:
+            return []
+        keys = {join.on for join in self.joins}
+        names = [name for columns in (self.columns, *(join.columns for join in self.joins)) for name in columns or ()]
+        twice = sorted({name for name in names if names.count(name) > 1} - keys)
+        return (
+            [f"columns of the source and of its join name {twice} more than once: choose one origin"] if twice else []
+        )

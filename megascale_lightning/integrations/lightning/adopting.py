@@ -28,7 +28,8 @@ from megascale_lightning.integrations.lightning.dataloaders import (
 )
 from megascale_lightning.integrations.lightning.datamodule import MegaScaleDataModule
 from megascale_lightning.rows import CollatedRows, Rows
-from megascale_lightning.sources.source import OnError, Source
+from megascale_lightning.sources.choices import OnError
+from megascale_lightning.sources.source import Source
 
 __all__ = ["AdoptedDataModule", "adopt"]
 

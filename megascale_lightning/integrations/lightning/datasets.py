@@ -13,7 +13,8 @@ from megascale_lightning.errors import ConfigError, MegaScaleWarning
 from megascale_lightning.integrations.lightning.dataloaders import refuse_iterable
 from megascale_lightning.integrations.lightning.datamodule import MegaScaleDataModule
 from megascale_lightning.rows import CollatedRows
-from megascale_lightning.sources.source import OnError, Source
+from megascale_lightning.sources.choices import OnError
+from megascale_lightning.sources.source import Source
 
 __all__ = ["from_datasets"]
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.sources.join import Join
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.secrets import mask_options, without_secrets
 
@@ -158,6 +159,8 @@ def _kept(value: Any) -> Any:
     """A setting of ours as a plain value; what cannot be one is described."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, Join):
+        return _changed(value)
     if _is_ours(value):
         return _plain(value)
     if isinstance(value, (list, tuple)):
