@@ -406,6 +406,7 @@ class TestDeclarations:
             ({"schedule": [(0, 1.0), (9, 2.0), (9, 3.0)]}, "the steps of the schedule must rise: 9 comes after 9"),
             ({"schedule": [(0.5, 1.0)]}, "a step of the schedule must be a whole number of at least 0, not 0.5"),
             ({"schedule": [(0, float("nan"))]}, "step 0 of the schedule: the value must be a finite number, not nan"),
+            ({"schedule": [(0, 10**400)]}, "step 0 of the schedule: the value must be a finite number, not 1000"),
             ({"schedule": [(0, "long")]}, "step 0 of the schedule: the value must be a finite number, not 'long'"),
         ],
     )
