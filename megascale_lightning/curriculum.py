@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -13,7 +14,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
-from megascale_lightning.mixtures import is_number, is_step, step_problem
+from megascale_lightning.mixtures import is_finite, is_number, is_step, step_problem
 from megascale_lightning.types import FloatArray, IntArray
 
 __all__ = ["QuantileSchedule"]
@@ -150,7 +151,7 @@ def _tilted(natural: FloatArray, hard: FloatArray, doublings: float) -> FloatArr
 def _between(low: float, high: float) -> FloatArray:
     """Edges from `low` on, up to `high` which is none of them: at equal ratios, or if there are none, evenly."""
     if low > 0:
-        count = math.ceil(math.log(high / low, _RATIO) - 1e-9)
+        count = math.ceil(math.log(min(high / low, sys.float_info.max), _RATIO) - 1e-9)
         between = np.geomspace(low, high, count + 1)[1:-1].tolist()
         # Powers may end in another bit on another machine, and samples of 1024 tokens be on another side of the edge.
         return np.array([low, *(float(f"{edge:.9g}") for edge in between)])
@@ -173,7 +174,7 @@ def _problems(field: Any, schedule: Any, quantile: Any, interpolate: Any) -> Ite
             yield f"a point of the schedule must be (step, value), not {point!r}"
             continue
         step, value = point
-        if not is_number(value) or not math.isfinite(value):
+        if not is_finite(value):
             yield f"step {step!r} of the schedule: the value must be a finite number, not {value!r}"
         problem = step_problem(step, before)
         if problem is not None:

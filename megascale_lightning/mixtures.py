@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
@@ -13,7 +13,16 @@ import numpy as np
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.types import FloatArray
 
-__all__ = ["Mixture", "WeightSchedule", "is_number", "is_step", "settle_points", "step_problem", "weight_problems"]
+__all__ = [
+    "Mixture",
+    "WeightSchedule",
+    "is_finite",
+    "is_number",
+    "is_step",
+    "settle_points",
+    "step_problem",
+    "weight_problems",
+]
 
 Point = tuple[int, dict[str, float]]
 """A step and the weights by source name from it on."""
@@ -254,5 +263,10 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that a float holds: not infinite, and no whole number beyond all floats."""
+    return is_number(value) and abs(value) <= sys.float_info.max
+
+
 def _is_weight(value: Any) -> bool:
-    return is_number(value) and math.isfinite(value) and value >= 0
+    return is_finite(value) and value >= 0

@@ -107,6 +107,7 @@ class TestRefusals:
             ([(0, {"web": 1}), (1.5, {"web": 2})], "whole number of at least 0, not 1.5"),
             ([(0, {"web": 1}), (7, {"web": -2})], r"step 7 of the schedule: weights .* not {'web': -2}"),
             ([(0, {"web": float("nan")})], "step 0 of the schedule: weights .*'web': nan"),
+            ([(0, {"web": 10**400})], "step 0 of the schedule: weights must be finite numbers"),
         ],
     )
     def test_no_schedule(self, points: Any, message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from megascale_lightning.checkpointing.packing import unpack_array, unpack_records
 from megascale_lightning.errors import StateError
+from megascale_lightning.mixtures import is_finite
 from megascale_lightning.types import LEVEL_STATE, PIECE
 
 __all__ = ["check_saved", "is_whole"]
@@ -172,7 +172,7 @@ def _said(fields: Mapping[str, Any], field: str, name: str, wanted: str) -> str:
 
 
 def _is_amount(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return is_finite(value) and value >= 0
 
 
 def _is_hex(text: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final
@@ -17,11 +17,13 @@ from megascale_lightning.client.resolving import read_manifests, resolve_streams
 from megascale_lightning.config import EVAL_KINDS, LoaderConfig
 from megascale_lightning.errors import ConfigError, DataError, RuntimeFailure
 from megascale_lightning.places.tree import ClientPlaceTree
-from megascale_lightning.types import Call, FloatArray, LoaderState, MetaBlock, PlanWindow, StepPlan
+from megascale_lightning.types import Call, FloatArray, IntArray, LoaderState, MetaBlock, PlanWindow, StepPlan
 
 __all__ = ["DryRun", "PlannedStep", "SourceRecords"]
 
 _CLIENT: Final = 0
+_NOT_PASSED: Final = ("truncated", "stopped")
+"""Reasons of records that are given, or were never read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class DryRun:
         counts = surveyed.records[stream]
         self.records = tuple(SourceRecords(source.num_windows, counts[source.name]) for source in self.spec.sources)
         """How far each source is gone through."""
+        self._in_rows = np.zeros(len(self.records), np.int64)
+        """Records of each source that were given."""
         self.state: LoaderState | None = None
         """Where the stream stands behind the last step; None before the first."""
         self._loaders: dict[str, Any] = {recipe.name: recipe.build() for recipe in plan.loaders}
@@ -93,7 +97,7 @@ class DryRun:
         while step < count and not self.ended:
             window, seconds = self._plan(generation, step)
             before, after = window.states[0], window.states[-1]
-            self._move_to(after)
+            self._move_to(after, window.steps)
             if window.steps:
                 weights = self.spec.weights_at(step, before, {})
                 yield PlannedStep(window.steps[0], weights / (weights.sum() or 1.0), after, seconds)
@@ -131,10 +135,22 @@ class DryRun:
     ) -> None:
         self.close()
 
-    def _move_to(self, state: LoaderState) -> None:
+    def _move_to(self, state: LoaderState, steps: Iterable[StepPlan]) -> None:
         self.state = state
-        for records, place, waiting in zip(self.records, state.sources, state.waiting.tolist(), strict=True):
-            records.move_to(place, waiting)
+        for plan in steps:
+            self._in_rows += self._begun(plan.pieces)
+        drawn = self._in_rows + self._begun(state.carry)
+        done = [
+            count + sum(left for reason, left in dropped.items() if reason not in _NOT_PASSED)
+            for count, dropped in zip(drawn.tolist(), state.dropped, strict=True)
+        ]
+        waiting = (state.waiting > 0).tolist()
+        for records, place, is_behind, count in zip(self.records, state.sources, waiting, done, strict=True):
+            records.move_to(place, count if is_behind else None)
+
+    def _begun(self, pieces: IntArray) -> IntArray:
+        """int64 [sources]: the records of each whose first piece is among these."""
+        return np.bincount(pieces["source"][pieces["start"] == 0], minlength=len(self.records))
 
     def _plan(self, generation: str, step: int) -> tuple[PlanWindow, float]:
         """The window of one step, or of none behind the end; and the seconds that the planner took for it."""
@@ -190,7 +206,7 @@ class SourceRecords:
         self._place = (0, 0, 0)
         self._passed = 0
         self._offset = 0
-        self._waiting = 0
+        self._done: int | None = None
 
     def described(self, meta: MetaBlock) -> None:
         """A part was read; a curriculum may have it read again."""
@@ -205,9 +221,14 @@ class SourceRecords:
         if self._whole[epoch] == self._num_windows:
             self.num_records = self._found[epoch]
 
-    def move_to(self, place: np.void, waiting: int) -> None:
-        """The stream stands there now, SOURCE_STATE; samples before it that a curriculum has passed over."""
-        self._waiting = waiting
+    def move_to(self, place: np.void, done: int | None) -> None:
+        """The stream stands there now, SOURCE_STATE.
+
+        Args:
+            place: Where.
+            done: Records drawn or left out so far, where a curriculum has passed over others; None: all before `place`.
+        """
+        self._done = done
         at = (int(place["epoch"]), int(place["window"]), int(place["part"]))
         if at[0] > self._place[0]:
             self._passed = 0
@@ -227,10 +248,12 @@ class SourceRecords:
 
         What a curriculum has passed over is not done; where records are not known, windows that were opened count.
         """
+        if self.is_exact and self._done is not None:
+            return self._done / max(self.num_records, 1)
         if self.is_exact:
             begun = self._parts.get(self._place)
             passed = self._passed + (0 if begun is None else int(begun[: self._offset].sum()))
-            return self.epoch + (passed - self._waiting) / max(self.num_records, 1)
+            return self.epoch + passed / max(self.num_records, 1)
         return self.epoch + self._place[1] / max(self._num_windows, 1)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.mixtures import is_finite
 from megascale_lightning.planning.costs import Addable, refuse_missing
 from megascale_lightning.types import FloatArray, IntArray
 from megascale_lightning.writing import write_whole
@@ -99,7 +100,7 @@ class CalibratedCost(Addable):
     def __post_init__(self) -> None:
         for name in FEATURES:
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            if not is_finite(value) or value < 0:
                 raise ConfigError(f"CalibratedCost: {name} must be a finite number of at least 0, not {value!r}")
 
     @property

@@ -64,8 +64,10 @@ def cost_of_documents(cost: Any, lengths: IntArray, metadata: Mapping[str, Any] 
     known = {} if metadata is None else metadata
     wanted = fields_of(cost)
     refuse_missing(_name(cost), wanted, known)
-    given: Any = cost(lengths, **{name: np.asarray(known[name]) for name in wanted})
-    costs = np.asarray(given, dtype=np.float64)
+    given = np.asarray(cost(_unwritable(lengths), **{name: _unwritable(known[name]) for name in wanted}))
+    if given.dtype.kind not in "biuf":
+        raise ConfigError(f"{_name(cost)} gave {given.dtype} for {len(lengths)} documents: one number for each")
+    costs = given.astype(np.float64, copy=False)
     if costs.shape != np.shape(lengths):
         raise ConfigError(f"{_name(cost)} gave shape {costs.shape} for {len(lengths)} documents: one number for each")
     if not (np.isfinite(costs) & (costs >= 0)).all():
@@ -376,6 +378,13 @@ def refuse_missing(name: str, wanted: tuple[str, ...], known: Mapping[str, Any])
             f"{name} wants the metadata {missing} beside the lengths; there are {sorted(known)}. Let the sources give "
             "them, or take a cost by length alone"
         )
+
+
+def _unwritable(values: Any) -> Any:
+    """The same array, which is that of the step, and which a cost that works in place must not change."""
+    view = np.asarray(values).view()
+    view.flags.writeable = False
+    return view
 
 
 def _parts(cost: Any) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -27,7 +27,7 @@ from megascale_lightning.rows import PackedRows, Rows, positive
 from megascale_lightning.streams import StreamSpec
 from megascale_lightning.types import FloatArray, IntArray, StepPlan
 
-__all__ = ["DGraph", "StepSource"]
+__all__ = ["DGraph", "StepSource", "declare"]
 
 
 class StepSource(Protocol):
@@ -95,10 +95,8 @@ class DGraph:
             raise ConfigError("init(): the trainer's places are known in a run; a strategy begins with mix()")
         if not isinstance(tree, ClientPlaceTree):
             raise ConfigError(f"init(): a ClientPlaceTree is wanted, such as from_sizes(dp=2), not {tree!r}")
-        if global_batch_size is not None and not (isinstance(global_batch_size, int) and global_batch_size >= 1):
-            raise ConfigError(
-                f"init(): global_batch_size must be a whole number of at least 1, not {global_batch_size}"
-            )
+        if global_batch_size is not None and (wrong := positive(global_batch_size=global_batch_size)):
+            raise ConfigError(f"init(): {wrong[0]}")
         return self._declare("init", tree=tree, global_batch_size=global_batch_size)
 
     def mix(self, weights: Mapping[str, float] | None = None, *, curriculum: QuantileSchedule | None = None) -> DGraph:
@@ -115,6 +113,8 @@ class DGraph:
                 'mix(): curriculum must be a QuantileSchedule, such as QuantileSchedule("length", [(0, 512), '
                 f"(1000, 4096)]), not {curriculum!r}"
             )
+        if weights is not None and not isinstance(weights, Mapping):
+            raise ConfigError(f"mix(): weights are a mapping by source name, not {weights!r}")
         if weights is not None and self._source.in_run:
             raise ConfigError(
                 "mix(): the weights of a run are those of its config, so that they are saved with its state: set "
@@ -173,9 +173,10 @@ class DGraph:
                 encoder's and a backbone's where ranks wait for each other behind either; costs in one unit that run one
                 after the other are added instead (`encoder + backbone`).
         """
-        odd = next((cost for cost in costs if not callable(cost) or isinstance(cost, type)), None)
-        if odd is not None or not costs:
-            raise ConfigError(f"cost(): functions of lengths are wanted, such as TransformerCost(...), not {odd!r}")
+        odd = [cost for cost in costs if not callable(cost) or isinstance(cost, type)]
+        if odd or not costs:
+            given = repr(odd[0]) if odd else "nothing"
+            raise ConfigError(f"cost(): functions of lengths are wanted, such as TransformerCost(...), not {given}")
         return self._declare("cost", costs=costs)
 
     def balance(self, method: Method = "greedy", *, sync: Sync = "step") -> DGraph:
@@ -225,6 +226,10 @@ class DGraph:
             raise ConfigError(f"{name}() is declared twice: {calls(done)}.{name}()")
         require(name, done)
         return DGraph(self._source, replace(self.declared, done=(*done, name), **values))
+
+    def is_of(self, source: StepSource) -> bool:
+        """Whether it is about the step that this source is of."""
+        return self._source is source
 
     # What comes of it
 
@@ -333,3 +338,19 @@ class DGraph:
     def to_mermaid(self) -> str:
         """The declarations and what comes of them as a Mermaid flowchart."""
         return flowchart(self)
+
+
+def declare(strategy: Callable[[DGraph], DGraph], source: StepSource) -> DGraph:
+    """The step of a source as a strategy declares it.
+
+    Raises:
+        ConfigError: It gave something else than that step, declared.
+    """
+    graph = strategy(DGraph(source))
+    if not isinstance(graph, DGraph):
+        raise ConfigError(f"strategy: {strategy!r} gave {type(graph).__name__}: return the graph that you declared")
+    if not graph.is_of(source):
+        raise ConfigError(
+            f"strategy: {strategy!r} gave the graph of other samples: declare the one that it gets, and return that"
+        )
+    return graph

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megascale_lightning.errors import ConfigError
+from megascale_lightning.mixtures import weight_problems
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.buffer import Drawn, SampleBuffer
 from megascale_lightning.planning.costs import refuse_missing
@@ -39,6 +40,10 @@ class GivenSamples:
     step = 0
 
     def __init__(self, infos: Mapping[str, Any]) -> None:
+        if not isinstance(infos, Mapping) or not all(isinstance(name, str) for name in infos):
+            raise ConfigError(
+                f"from_buffer_infos(): a mapping is wanted, {{'name': [lengths in tokens]}}, not {infos!r:.80}"
+            )
         if not infos:
             raise ConfigError("from_buffer_infos(): no source was given; give {'name': [lengths in tokens]}")
         columns = {
@@ -81,9 +86,11 @@ class GivenSamples:
         weights = declared.weights or dict.fromkeys(self._lengths, 1.0)
         if set(weights) != set(self._lengths):
             raise ConfigError(f"mix(): weights are of {sorted(weights)}, the sources are {sorted(self._lengths)}")
-        wrong = {name: weight for name, weight in weights.items() if not (0 <= weight < float("inf"))}
+        wrong = weight_problems("mix()", weights)
         if wrong or not any(weights.values()):
-            raise ConfigError(f"mix(): weights are finite and at least 0, one of them above it, not {wrong or weights}")
+            raise ConfigError(
+                wrong[0] if wrong else f"mix(): weights are at least 0, one of them above it, not {weights}"
+            )
         assert declared.tree is not None
         assert declared.rows is not None
         groups, micro = declared.tree.num_groups, declared.rows.micro_batch_size
@@ -117,7 +124,7 @@ class GivenSamples:
 
 
 def _lengths_of(name: str, given: Any) -> IntArray:
-    lengths = np.asarray(given)
+    lengths = _array_of(given)
     if not lengths.size:
         return np.empty(0, np.int64)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or lengths.min() < 1:
@@ -128,8 +135,16 @@ def _lengths_of(name: str, given: Any) -> IntArray:
     return lengths.astype(np.int64)
 
 
+def _array_of(given: Any) -> npt.NDArray[Any]:
+    """As it is: what is no array of numbers, such as lists of different lengths, as an array of objects."""
+    try:
+        return np.asarray(given)
+    except ValueError:
+        return np.asarray(given, dtype=object)
+
+
 def _numbers_of(name: str, column: str, given: Any, count: int) -> FloatArray:
-    values = np.asarray(given)
+    values = _array_of(given)
     if values.shape != (count,) or values.dtype.kind not in "biuf" or not np.isfinite(values).all():
         raise ConfigError(
             f"from_buffer_infos(): source {name!r}: {column!r} must be {count} finite numbers, one a length, not "

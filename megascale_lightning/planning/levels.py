@@ -21,7 +21,8 @@ from megascale_lightning.types import PIECE, FloatArray, IntArray, PartKey
 __all__ = ["LevelCursor"]
 
 _REACH: Final = 8
-"""Parts that are opened for a draw whose level has nothing waiting; then a neighbouring level gives."""
+"""Parts with something in them that are opened for a draw whose level has nothing waiting; then a neighbouring level
+gives."""
 _BY_DRAW: Final = 0xC13FA9A902A6328F
 _BY_SOURCE: Final = 0x91E10DA5C79E7B1D
 """2^64 over the plastic number, and over its square: points of draw and source that lie evenly in both directions."""
@@ -70,6 +71,8 @@ class LevelCursor(SourceCursor):
             return None
         walk = _Walk(self)
         walk.fill()
+        if walk.is_empty:
+            self._refuse(walk)
         if walk.missing is None:
             self._settle(walk)
         return walk.missing
@@ -141,9 +144,11 @@ class LevelCursor(SourceCursor):
         """See `SourceCursor`."""
         walk = _Walk(self)
         _, counts = walk.take(self._wanted(self._count_taken + 1))
-        if walk.missing is not None and len(counts) <= self._count_taken:
-            raise NeedBlocks([walk.missing])
         self._is_done = len(counts) <= self._count_taken
+        if self._is_done and walk.missing is not None:
+            raise NeedBlocks([walk.missing])
+        if self._is_done and walk.is_empty:
+            self._refuse(walk)
         return not self._is_done
 
     def _wanted(self, count: int) -> IntArray:
@@ -153,11 +158,11 @@ class LevelCursor(SourceCursor):
         spread = np.arange(count, dtype=np.uint64) * np.uint64(_BY_DRAW) + np.uint64(first % 2**64)  # modulo 2^64
         return np.searchsorted(self._bounds, spread >> np.uint64(64 - _BITS), "right")
 
-    def refuse(self, opened: list[Block]) -> NoReturn:
-        """Say that nothing at all was in the parts of a whole epoch."""
-        for block in opened:
+    def _refuse(self, walk: _Walk) -> NoReturn:
+        """Say that nothing at all was in the parts of a whole epoch, which the walk has come to the end of."""
+        for block in walk.opened:
             self._pass(block)
-        if not opened:
+        if not walk.opened:
             self.epoch += 1
         raise self._empty()
 
@@ -184,6 +189,8 @@ class _Walk:
         self.opened: list[Block] = []
         self.missing: PartKey | None = None
         """The part that would have to be described to go on."""
+        self.is_empty = False
+        """A whole epoch gave nothing: who has to have what comes behind it refuses the source."""
 
     def take(self, wanted: IntArray) -> tuple[IntArray, IntArray]:
         """The samples of these levels, or of their neighbours where they have none, in order.
@@ -218,22 +225,9 @@ class _Walk:
         return pieces[: int(counts.sum())], counts
 
     def fill(self) -> None:
-        """Open parts until something waits, if there is anything at all.
-
-        Raises:
-            EmptySourceError: A whole epoch gave nothing.
-        """
-        whole_epoch = False
-        while not self.waiting.any() and self.missing is None:
-            at_start = self.next is not None and (self.next.window, self.next.part) == (0, 0)
-            if whole_epoch and (at_start or self.next is None):
-                self._cursor.refuse(self.opened)
-            whole_epoch = whole_epoch or at_start
-            if not self._open():
-                if not self._cursor._spec.num_windows:
-                    self._cursor.refuse(self.opened)
-                if self.next is None and not whole_epoch:
-                    return
+        """Open parts until something waits, if there is anything at all."""
+        if not self.waiting.any():
+            self._open()
 
     def place_of(self, level: int) -> tuple[PartKey, int]:
         """The part in which a level goes on, and its samples there that are done with."""
@@ -265,27 +259,38 @@ class _Walk:
         for _ in range(_REACH):
             if self.waiting[level] or not self._open():
                 break
-        if self.missing is None:
+        if self.missing is None and not self.is_empty:
             self.fill()
-        if self.missing is not None or not self.waiting.any():
+        if self.missing is not None or self.is_empty or not self.waiting.any():
             return None
         there = np.flatnonzero(self.waiting)
         return int(there[np.abs(there - level).argmin()])
 
     def _open(self) -> bool:
-        """Look into the next part; False where there is none or it is not described."""
-        if self.next is None:
-            return False
-        if self.next not in self._blocks:
-            self.missing = self.next
-            return False
-        block = self._blocks.get(self.next)
-        counts = np.array([len(samples) for samples in block.levels(self._curriculum)])
-        self.levels["seen"] += counts
-        self.waiting += counts
-        self.opened.append(block)
-        self.next = self._cursor._following(block)
-        return True
+        """Look into the next parts, up to one that has something; False where there is none, or one is not described.
+
+        So no state lies between the start of an epoch and the first sample in it, and whether an epoch has any is told
+        without what was opened before.
+        """
+        whole_epoch = not self._cursor._spec.num_windows
+        while self.next is not None:
+            at_start = (self.next.window, self.next.part) == (0, 0)
+            if whole_epoch and at_start:
+                break
+            whole_epoch = whole_epoch or at_start
+            if self.next not in self._blocks:
+                self.missing = self.next
+                return False
+            block = self._blocks.get(self.next)
+            counts = np.array([len(samples) for samples in block.levels(self._curriculum)])
+            self.opened.append(block)
+            self.next = self._cursor._following(block)
+            if counts.any():
+                self.levels["seen"] += counts
+                self.waiting += counts
+                return True
+        self.is_empty = whole_epoch
+        return False
 
     def _gather(self, level: int, count: int, found: list[IntArray], sizes: list[IntArray]) -> int:
         """Take the next samples of a level; how many there were before a part that is missing."""

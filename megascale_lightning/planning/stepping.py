@@ -13,8 +13,9 @@ from megascale_lightning.errors import ConfigError, EmptySourceError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.buffer import Drawn, SampleBuffer
 from megascale_lightning.planning.calibration import CalibratedCost
+from megascale_lightning.planning.costs import fields_of
 from megascale_lightning.planning.declared import Declared
-from megascale_lightning.planning.dgraph import DGraph
+from megascale_lightning.planning.dgraph import DGraph, declare
 from megascale_lightning.streams import StreamSpec, weights_by_step
 from megascale_lightning.types import (
     PIECE,
@@ -61,7 +62,7 @@ class StepPlanner:
             return None, state
         weights = weights_by_step(changes)
         step = _Step(self._buffer, state, self._spec.weights_at(state.step, state, weights))
-        graph: DGraph = self._spec.strategy(DGraph(step))
+        graph = declare(self._spec.strategy, step)
         costs = _costs_at(state, changes)
         if costs:
             graph = DGraph(step, replace(graph.declared, costs=tuple(CalibratedCost.of(given) for given in costs)))
@@ -129,6 +130,13 @@ class _Step:
                 f"strategy: at step {self.step} it declares {declared.order or 'nothing'} of the order of samples, and "
                 f"{spec.order or 'nothing'} before: give mix() and pack() the same at every step; what changes by the "
                 "step belongs in a schedule"
+            )
+        missing = sorted({name for cost in declared.costs for name in fields_of(cost)} - set(spec.metadata))
+        if missing:
+            raise ConfigError(
+                f"strategy: at step {self.step} its costs are by {missing} of the samples, and the run began with "
+                f"costs by {list(spec.metadata) or 'lengths alone'}, which the loaders describe: let the first step "
+                "declare costs by all of them"
             )
         return spec, self._buffer.draw(self._state, self._weights)
 

@@ -13,7 +13,7 @@ from megascale_lightning.errors import ConfigError
 from megascale_lightning.planning.buffer import Drawn
 from megascale_lightning.planning.costs import AttentionCost, CostFunction
 from megascale_lightning.planning.declared import Declared, require
-from megascale_lightning.planning.dgraph import DGraph
+from megascale_lightning.planning.dgraph import DGraph, declare
 from megascale_lightning.planning.twolevel import Method, Sync
 from megascale_lightning.streams import StreamSpec
 
@@ -140,9 +140,7 @@ def declared_by(strategy: Any) -> Declared:
             "strategy must be Balanced() or another of the ready ones, or a function that declares a DGraph, not "
             f"{strategy!r}"
         )
-    graph = strategy(DGraph(_Nothing()))
-    if not isinstance(graph, DGraph):
-        raise ConfigError(f"strategy: {strategy!r} gave {type(graph).__name__}: return the graph that you declared")
+    graph = declare(strategy, _Nothing())
     require("plan", graph.declared.done)
     return graph.declared
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, get_args
@@ -139,7 +139,7 @@ class Source:
             found.append(f"columns must be a tuple of names, such as ({self.columns!r},), not a str")
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             found.append("a name is letters, digits, '.', '_' and '-', and begins with a letter or a digit")
-        if not (isinstance(self.weight, (int, float)) and math.isfinite(self.weight) and self.weight >= 0):
+        if not (isinstance(self.weight, (int, float)) and 0 <= self.weight <= sys.float_info.max):
             found.append(f"weight must be a finite number of at least 0, not {self.weight!r}")
         if self.epochs is not None and (not isinstance(self.epochs, int) or self.epochs < 1):
             found.append(f"epochs must be a whole number of at least 1, or None for endless, not {self.epochs!r}")

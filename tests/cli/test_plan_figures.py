@@ -283,6 +283,19 @@ class TestEpochs:
         assert source["epochs"] == 2 if epochs else source["epochs"] > 2
         assert (source["ended_after"] is not None) == (epochs == 2)
 
+    def test_of_a_curriculum_whose_samples_are_several_records(self, figures: Any) -> None:
+        lengths = 1 + np.random.default_rng(0).integers(0, 12, 400)
+        ids = pa.array([[1] * length for length in lengths.tolist()], pa.list_(pa.int32()))
+        pq.write_table(pa.table({"input_ids": ids, "pair": np.arange(400) // 4}), "pairs.parquet", 40)
+        pairs = Source("pairs", "pairs.parquet", together="pair", overlong="drop", epochs=1)
+        strategy = Curriculum("length", [(0, 12), (90, 30)])
+        for steps, is_behind in ((8, True), (900, False)):
+            config = settings(pairs, window_units=1, strategy=strategy)
+            (source,) = figures(config, "--steps", str(steps))["sources"]
+            passed = source["samples"] + source["waiting"] + source["dropped"].get("overlong", 0)
+            assert source["epochs"] == pytest.approx(passed / 400)
+            assert (source["epochs"] < 0.9) == is_behind
+
     def test_a_record_in_pieces_is_one(self, figures: Any) -> None:
         Path("long.jsonl").write_text("\n".join(json.dumps({"input_ids": [1] * n}) for n in range(1, 101)))
         (source,) = figures(settings(Source("web", "long.jsonl")), "--steps", "20")["sources"]

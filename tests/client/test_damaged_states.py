@@ -69,7 +69,11 @@ CASES: list[tuple[str, Any]] = [
     ("sources.web.epoch", None),
     ("sources.web.part", True),
     ("sources.web.offset", 2**31),
-    *((f"sources.web.{field}", value) for field in ("share", "given") for value in (None, NAN, INF, -0.5, "1", True)),
+    *(
+        (f"sources.web.{field}", value)
+        for field in ("share", "given")
+        for value in (None, NAN, INF, 10**400, -0.5, "1", True)
+    ),
     ("sources.web.dropped", None),
     ("sources.web.dropped", {"too long": -1}),
     ("sources.web.checked", {"records": 1.5, "bad": 0}),

@@ -114,6 +114,9 @@ def test_sums_of_costs() -> None:
     [
         (lambda lengths: lengths[:2], r"shape \(2,\) for 3 documents"),
         (lambda lengths: 1.0, r"shape \(\) for 3 documents"),
+        (lambda lengths: [str(length) for length in lengths], "gave <U3 for 3 documents: one number for each"),
+        (lambda lengths: lengths * 1j, "gave complex128 for 3 documents: one number for each"),
+        (lambda lengths: None, "gave object for 3 documents: one number for each"),
         (lambda lengths: lengths - 7.0, "gave -6.0 for document 0 of 1 tokens"),
         (lambda lengths: np.where(lengths == 7, np.nan, 1.0), "gave nan for document 1 of 7 tokens"),
         (ViTCost(8, 2, 2), r"ViTCost wants the metadata \['patches'\].*there are \['pixels'\]"),
@@ -123,6 +126,18 @@ def test_sums_of_costs() -> None:
 def test_what_a_cost_gives_is_checked(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         cost_of_documents(given, LENGTHS, {"pixels": np.ones(3)})
+
+
+def test_what_a_cost_is_given_stays_as_it_is() -> None:
+    lengths, patches = np.array([7, 1, 100]), np.ones(3)
+    for cost in (
+        CostOf(lambda lengths: lengths.sort()),
+        CostOf(lambda lengths, patches: patches.fill(2), ("patches",)),
+    ):
+        with pytest.raises(ValueError, match="read-only"):
+            cost_of_documents(cost, lengths, {"patches": patches})
+    assert (lengths.tolist(), patches.tolist()) == ([7, 1, 100], [1, 1, 1])
+    lengths.sort()  # for others they are as before
 
 
 def test_called_without_its_metadata_it_says_so() -> None:

@@ -231,6 +231,40 @@ class TestExactlyOnce:
             Drive(data, spec_of(data, SHORT)).run(1)
         assert Drive(data, spec_of(data, SHORT, weights=[1.0, 0.0], epochs=1)).run()
 
+    @pytest.mark.parametrize("size", [1, 30, 130])
+    @pytest.mark.parametrize("epochs", [2, None])
+    def test_a_later_epoch_that_gives_nothing_is_refused_from_every_state_before_it(self, size, epochs):
+        class Emptied(FakeData):
+            def describe(self, key):
+                self.drop_every = 1 if (key.source, key.epoch) == (0, 1) else 0
+                return super().describe(key)
+
+        def refusal(state=None):
+            drive = Drive(data, spec, state)
+            with pytest.raises(EmptySourceError, match=r"s0.*epoch 1 gave no sample at all") as caught:
+                drive.run()
+            return str(caught.value), drive.states
+
+        data = Emptied([size, 140], part=4)
+        spec = spec_of(data, SHORT, epochs=epochs, rows=20, padded=True, weights=[1.0, 1.0])
+        said, states = refusal()
+        assert f"'filtered': {size}" in said
+        assert len(states) >= size // 60
+        assert all(refusal(state)[0] == said for state in states.values())
+
+    def test_parts_that_give_nothing_are_passed(self):
+        class Sparse(FakeData):
+            """Nothing is in the first and last two thirds of an epoch, far more parts than are opened for a draw."""
+
+            def describe(self, key):
+                self.drop_every = 1 if key.source == 0 and key.window % 30 != 15 else 0
+                return super().describe(key)
+
+        data = Sparse([1200, 60])
+        given = Counter(all_pieces(Drive(data, spec_of(data, SHORT, epochs=2)).run()))
+        assert set(given.values()) == {1}
+        assert len(given) == 2 * (40 + 60)
+
     def test_a_limit_of_bad_records_holds(self):
         class Bad(FakeData):
             def describe(self, key):
@@ -372,6 +406,7 @@ class TestDeclarations:
             ({"schedule": [(0, 1.0), (9, 2.0), (9, 3.0)]}, "the steps of the schedule must rise: 9 comes after 9"),
             ({"schedule": [(0.5, 1.0)]}, "a step of the schedule must be a whole number of at least 0, not 0.5"),
             ({"schedule": [(0, float("nan"))]}, "step 0 of the schedule: the value must be a finite number, not nan"),
+            ({"schedule": [(0, 10**400)]}, "step 0 of the schedule: the value must be a finite number, not 1000"),
             ({"schedule": [(0, "long")]}, "step 0 of the schedule: the value must be a finite number, not 'long'"),
         ],
     )

@@ -20,6 +20,7 @@ from megascale_lightning import (
     PaddedRows,
     RoundRobin,
     TokenCount,
+    ViTCost,
 )
 from megascale_lightning.errors import ConfigError, EmptySourceError
 from megascale_lightning.planning.blocks import BlockStore
@@ -83,12 +84,15 @@ class TestDeclarations:
                 lambda graph: graph.init(TREE, global_batch_size=0),
                 "global_batch_size must be a whole .* not 0",
             ),
+            (lambda graph: graph.init(TREE, global_batch_size=True), "global_batch_size must be a whole .* not True"),
             (lambda graph: graph.init(TREE).mix().pack(), "the kind of rows is wanted"),
             (lambda graph: graph.init(TREE).mix().pack(4096), "rows must be"),
             (lambda graph: graph.init(TREE).mix().pack(ROWS, even="tokens"), "even must be a function"),
             (lambda graph: graph.init(TREE).mix().pack(PaddedRows(8, 1), even=square), "evens packed rows"),
             (lambda graph: graph.init(TREE).mix().pack(ROWS).distribute("tp"), r"distribute\('tp'\)"),
             (lambda graph: graph.init(TREE).cost("attention"), "functions of lengths"),
+            (lambda graph: graph.init(TREE).cost(None), "functions of lengths .* not None"),
+            (lambda graph: graph.init(TREE).cost(), "functions of lengths .* not nothing"),
             (lambda graph: declared(graph).balance("best"), r"balance\('best'\)"),
             (lambda graph: graph.init(TREE).mix().pack(ROWS).distribute("dp", 0), "group_size must be .* not 0"),
             (
@@ -106,6 +110,8 @@ class TestDeclarations:
                 "evens one cost, and .* several",
             ),
             (lambda graph: graph.init(TREE).mix({"code": 1}).pack(ROWS).distribute().plan(), "weights are of"),
+            (lambda graph: graph.init(TREE).mix([1]), "a mapping by source name"),
+            (lambda graph: graph.init(TREE).mix({"web": "1"}).pack(ROWS).distribute().plan(), "at least 0"),
             (lambda graph: graph.init(TREE).mix({"web": -1}).pack(ROWS).distribute().plan(), "at least 0"),
             (lambda graph: graph.init(TREE).mix({"web": 0}).pack(ROWS).distribute().plan(), "at least 0"),
             (lambda graph: declared(graph, rows=PackedRows(2, 1)).plan(), "sample 1 has 3 tokens, a row holds 2"),
@@ -117,7 +123,10 @@ class TestDeclarations:
         with pytest.raises(ConfigError, match=said):
             declare(DGraph.from_buffer_infos({"web": [1, 3, 2]}))
 
-    @pytest.mark.parametrize("infos", [{}, {"web": [0]}, {"web": [1.5]}, {"web": [[1]]}, {"web": ["a"]}])
+    @pytest.mark.parametrize(
+        "infos",
+        [{}, [3], {1: [3]}, {"web": [0]}, {"web": [1.5]}, {"web": [[1]]}, {"web": [[1], [1, 2]]}, {"web": ["a"]}],
+    )
     def test_odd_infos(self, infos):
         with pytest.raises(ConfigError, match="from_buffer_infos"):
             DGraph.from_buffer_infos(infos)
@@ -146,6 +155,7 @@ class TestDeclarations:
             (lambda graph: graph.mix().pack(ROWS), "those of its config"),
             (lambda graph: graph.mix().pack(), r"plan\(\) needs distribute"),
             (lambda graph: None, "gave NoneType"),
+            (lambda graph: declared(DGraph.from_buffer_infos({"web": [1]})), "gave the graph of other samples"),
             (lambda graph: len(graph.mix().pack().distribute().rows), "no samples yet"),
             (Balanced, "strategy must be"),
             ("balanced", "strategy must be"),
@@ -402,6 +412,21 @@ class TestInARun:
 
         with pytest.raises(ConfigError, match=r"at step 2 it declares .*pack.even.* and nothing before"):
             self.drive(strategy).run(3)
+
+    @pytest.mark.parametrize(
+        ("later", "said"),
+        [
+            (lambda graph: None, "gave NoneType: return the graph"),
+            (lambda graph: declared(DGraph.from_buffer_infos({"web": [1]})), "gave the graph of other samples"),
+            (
+                lambda graph: graph.mix().pack().distribute().cost(ViTCost(8, 1, 1)),
+                r"at step 2 its costs are by \['patches'\] .* began with costs by lengths alone",
+            ),
+        ],
+    )
+    def test_what_a_later_step_gives_is_looked_at_as_the_first_is(self, later, said):
+        with pytest.raises(ConfigError, match=said):
+            self.drive(lambda graph: RoundRobin()(graph) if graph.step < 2 else later(graph)).run(3)
 
     def test_who_fetches_is_declared_and_settled_once(self):
         def strategy(graph):

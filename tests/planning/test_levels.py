@@ -109,6 +109,13 @@ def test_an_exact_power_of_the_ratio_gives_as_many_edges_however_its_logarithm_i
         assert len(QuantileSchedule("length", [(0, 1000), (9, 1000 * (1 + 1e-12))]).edges) == 2
 
 
+def test_values_whose_ratio_no_float_holds_have_edges_in_between():
+    edges = QuantileSchedule("noise", [(0, 1e-300), (9, 1e300)]).edges
+    assert len(edges) == 15
+    assert edges[[0, -1]].tolist() == [1e-300, 1e300]
+    assert (np.diff(edges) > 0).all()
+
+
 def test_its_own_values_are_edges_to_the_last_digit():
     assert QuantileSchedule("noise", [(0, 0.12345678901), (9, 0.98765432109)]).edges[[0, -1]].tolist() == [
         0.12345678901,
