@@ -98,6 +98,14 @@ class TestFsdp:
             tree_of_trainer(trainer(fsdp(mesh(2, 2, 2, names=None)), world_size=8))
 
 
+def test_sizes_of_a_deepspeed_strategy() -> None:
+    """It makes its groups behind `setup()`: what it will make of its config counts."""
+    strategy = SimpleNamespace(config={"sequence_parallel_size": 2, "data_parallel_size": 4})
+    assert tree_of_trainer(trainer(strategy, world_size=8)) == ClientPlaceTree.from_sizes(dp=4, cp=2)
+    strategy = SimpleNamespace(config={"zero_optimization": {"stage": 2}})
+    assert tree_of_trainer(trainer(strategy, world_size=8)) == ClientPlaceTree.from_sizes(dp=8)
+
+
 def test_unnamed_mesh_elsewhere_is_refused() -> None:
     strategy = SimpleNamespace(device_mesh=mesh(2, 4, names=None))
     with pytest.raises(ConfigError, match=r"no dimension names(.|\n)*tree="):
