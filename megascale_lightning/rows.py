@@ -94,7 +94,7 @@ class PackedRows(Rows):
 
     @property
     def width(self) -> int:
-        """Tokens of a row as handed out, padding included."""
+        """Tokens of a row as handed out, padding included; context-parallel ranks may need it a little wider."""
         multiple = self.pad_to_multiple_of or 1
         return -(-self.seq_len // multiple) * multiple
 

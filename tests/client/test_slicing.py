@@ -22,7 +22,8 @@ from tests.constructing.fakes import World, make_spec
 from .test_finish import make_window
 
 IGNORED = -100
-NAMES = {"pp": "pipeline", "dp": "data_parallel", "cp": "context", "tp": "tensor_parallel"}
+AXES = ("pipeline", "dp_replicate", "dp_shard", "context", "tensor_parallel", "model")
+MAX_RANKS = 64
 
 
 def batch_at(rows: list[list[int]], config: Any, place: Place, **more: Any) -> dict[str, Any]:
@@ -169,12 +170,15 @@ def test_ranks_have_as_much_work_of_each_document_as_the_others(lengths: list[in
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[ClientPlaceTree, Any]:
-    """A tree with axes of sizes 1-4 in any order and any numbering of ranks, and a stream for it."""
-    sizes = {axis: draw(st.integers(1, 4)) for axis in NAMES}
-    order = draw(st.permutations(list(NAMES)))
-    shape = [sizes[axis] for axis in order]
-    ranks = np.array(draw(st.permutations(range(int(np.prod(shape)))))).reshape(shape)
-    tree = ClientPlaceTree.from_ranks(ranks, [NAMES[axis] for axis in order])
+    """A mesh of 1 to 6 axes of sizes 1-4, in any order and with any numbering of ranks, and a stream for it."""
+    names = draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=6, unique=True))
+    shape: list[int] = []
+    for _ in names:
+        shape.append(draw(st.integers(1, min(4, MAX_RANKS // math.prod(shape)))))
+    order = draw(st.permutations(range(len(names))))
+    ranks = np.array(draw(st.permutations(range(math.prod(shape))))).reshape([shape[axis] for axis in order])
+    tree = ClientPlaceTree.from_ranks(ranks, [names[axis] for axis in order])
+    dp, cp = tree.num_groups, tree.size("cp")
     mode = draw(st.sampled_from(["full", "head_tail", "contiguous"]))
     micro = draw(st.integers(1, 3))
     fields: dict[str, Any] = {
@@ -187,17 +191,17 @@ def worlds(draw: st.DrawFn) -> tuple[ClientPlaceTree, Any]:
     rows: Any = PaddedRows(24, micro, **fields)
     if draw(st.booleans()):
         # 24 is a multiple of what up to 4 ranks need of documents: 2, 4, 6 and 8.
-        pad = 2 * sizes["cp"] if mode == "head_tail" else draw(st.sampled_from([None, 1, 4, 12]))
+        pad = 2 * cp if mode == "head_tail" else draw(st.sampled_from([None, 1, 4, 12]))
         rows = PackedRows(24, micro, pad_documents_to=pad, flatten=draw(st.booleans()), **fields)
     microbatches = draw(st.integers(1, 3))
     spec = make_spec(
         rows,
-        num_groups=sizes["dp"],
+        num_groups=dp,
         num_microbatches=microbatches,
-        rows_per_step=sizes["dp"] * microbatches * micro + 2,
+        rows_per_step=dp * microbatches * micro + 2,
         context_parallel=mode,
-        num_context_ranks=sizes["cp"],
-        num_stages=sizes["pp"],
+        num_context_ranks=cp,
+        num_stages=tree.size("pp"),
     )
     return tree, spec
 

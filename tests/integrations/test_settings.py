@@ -58,6 +58,8 @@ def test_signature_is_that_of_the_config() -> None:
 def test_constructor_says_what_is_wrong_at_once() -> None:
     with pytest.raises(ConfigError, match=r"seed|runtime must be one of.*last_step must be one of"):
         make_data(runtime="threads", last_step="keep")
+    with pytest.raises(ConfigError, match="context_parallel must be one of"):
+        make_data(context_parallel="ring")
 
 
 def test_constructing_printing_and_pickling_start_nothing() -> None:
