@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.places.tree import ClientPlaceTree
 
-__all__ = ["FoundMesh", "find_mesh", "tree_of_trainer"]
+__all__ = ["FoundMesh", "find_mesh", "mesh_of_trainer", "tree_of_trainer"]
 
 _UNNAMED_FSDP = {1: ("dp_shard",), 2: ("dp_replicate", "dp_shard")}
 
@@ -48,6 +48,12 @@ def tree_of_trainer(trainer: Any, tree: ClientPlaceTree | None = None) -> Client
             f"device mesh) that covers every rank once, for instance tree=ClientPlaceTree.from_sizes(dp={world_size})"
         )
     return tree
+
+
+def mesh_of_trainer(trainer: Any, tree: ClientPlaceTree | None = None) -> Any:
+    """Return the device mesh that `tree_of_trainer` reads, whose groups may carry batches; None: it read none."""
+    found = None if trainer is None or tree is not None else find_mesh(trainer.strategy, trainer.lightning_module)
+    return None if found is None else found.mesh
 
 
 def find_mesh(strategy: Any, module: Any = None) -> FoundMesh | None:
