@@ -5,7 +5,7 @@ A thread of its own that receives ahead would have to have process groups of its
 to see its broadcasts and those of the training in one order on all ranks, which two threads cannot promise. Inside
 `next` the order is that of the program, the same on all ranks as the order of its own collectives is: the groups of the
 trainer's mesh may be used, with any backend; a loop that breaks off, or begins anew, leaves nothing under way. The
-price is that a window's transfer is waited for; it is once in several steps, at gloo's 2 GB/s. What is slow stays in
+price is that a window's transfer is waited for, once in several steps, at about 1 GB/s over gloo. What is slow stays in
 threads: the fetcher reads windows ahead, and every rank makes its tensors ahead, as far as its window goes.
 """
 

@@ -14,7 +14,7 @@ from megascale_lightning.integrations.processgroups import tree_of_deepspeed, tr
 from megascale_lightning.places.axes import fold_axis
 from megascale_lightning.places.tree import ClientPlaceTree
 
-__all__ = ["tree_of_accelerator", "tree_of_trainer"]
+__all__ = ["mesh_of_trainer", "tree_of_accelerator", "tree_of_trainer"]
 
 _UNNAMED_FSDP: Final = {1: ("dp_shard",), 2: ("dp_replicate", "dp_shard")}
 _ACCELERATE_AXES: Final = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -114,7 +114,15 @@ def _check_kept_together(given: ClientPlaceTree, found: ClientPlaceTree, owner: 
 # --- Lightning ----------------------------------------------------------------------------------------------------
 
 
-def _tree_of_strategy(strategy: Any, module: Any, world_size: int) -> ClientPlaceTree | None:
+def mesh_of_trainer(trainer: Any) -> Any:
+    """Return the device mesh that a trainer's strategy or module holds, whose groups may carry batches; or None."""
+    if trainer is None:
+        return None
+    return _mesh_of_strategy(trainer.strategy, trainer.lightning_module)[0]
+
+
+def _mesh_of_strategy(strategy: Any, module: Any) -> tuple[Any, bool]:
+    """Return the mesh, and whether it is still to be made."""
     early = False
     for owner in (strategy, module):
         try:
@@ -125,7 +133,14 @@ def _tree_of_strategy(strategy: Any, module: Any, world_size: int) -> ClientPlac
             early = True
             continue
         if mesh is not None:
-            return _tree_of_mesh(mesh)
+            return mesh, False
+    return None, early
+
+
+def _tree_of_strategy(strategy: Any, module: Any, world_size: int) -> ClientPlaceTree | None:
+    mesh, early = _mesh_of_strategy(strategy, module)
+    if mesh is not None:
+        return _tree_of_mesh(mesh)
     options = getattr(strategy, "kwargs", None) or getattr(strategy, "_fsdp_kwargs", None) or {}
     mesh = options.get("device_mesh")
     if isinstance(mesh, Sequence):  # sizes, of which FSDP makes a mesh later

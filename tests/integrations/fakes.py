@@ -150,6 +150,7 @@ class FakeSession:
         kinds: Collection[str] | None = None,
         passes: bool = False,
         frozen: Any = None,
+        mesh: Any = None,
     ) -> None:
         self.config, self.tree, self.rank, self.broadcast = config, tree, rank, broadcast
         self.accumulate = accumulate or 1

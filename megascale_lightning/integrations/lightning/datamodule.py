@@ -19,7 +19,7 @@ from megascale_lightning.integrations.lightning.callback import insert_callback,
 from megascale_lightning.integrations.lightning.hyperparameters import mask_saved_config, revived
 from megascale_lightning.integrations.lightning.loaders import OnlyWithSources, StageLoaders, length_of
 from megascale_lightning.integrations.lightning.position import Positioned
-from megascale_lightning.integrations.meshes import tree_of_trainer
+from megascale_lightning.integrations.meshes import mesh_of_trainer, tree_of_trainer
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.planning.dgraph import DGraph
 from megascale_lightning.planning.strategies import Strategy
@@ -332,6 +332,7 @@ class MegaScaleDataModule(Positioned):
             kinds=self._kinds,
             passes=self.in_passes,
             frozen=files,
+            mesh=mesh_of_trainer(self.trainer),
         )
 
     def _start_again(self, files: FileLists) -> None:
