@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from itertools import product
 
 import numpy as np
@@ -11,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megascale_lightning.errors import ConfigError, CorruptDataError, DataError
+from megascale_lightning.errors import ConfigError, CorruptDataError, DataError, MegaScaleWarning
 from megascale_lightning.loading import LoadedSource, SourceLoader, ids, joined
 from megascale_lightning.loading.joins import make_record_reader
 from megascale_lightning.loading.quarantine import Quarantine, read_lines
+from megascale_lightning.loading.works import SampleWork
 from megascale_lightning.rows import CollatedRows, PackedRows
 from megascale_lightning.sources import Source, build_manifest
 from megascale_lightning.sources.formats import csv, jsonl
@@ -185,6 +187,15 @@ class TestInParts:
         (meta,) = metas_of(loader_of(source, window_units=100))
         assert (~meta.kept).sum() == 3
 
+    def test_worker_processes_get_no_files_and_no_keys(self, tmp_path):
+        mine, theirs = paths_of(tmp_path, "parquet")
+        join = Join(theirs, on="__key__", storage_options={"key": "s3cret-key"})
+        with pytest.warns(MegaScaleWarning, match="storage_options are ignored"):
+            manifest = build_manifest(Source("p", mine, join=join), needs_tokens=False)
+        work = SampleWork(source=Source("p", mine, join=join), seed=0, manifest=manifest, columns=None).portable()
+        assert work.source.joins[0].on == "__key__"
+        assert not [text for text in (b"s3cret", theirs.encode()) if text in pickle.dumps(work)]
+
     @pytest.mark.parametrize("columns", [None, ("txt",)])
     @pytest.mark.parametrize("kinds", [("parquet", "parquet"), ("jsonl", "jsonl")])
     @pytest.mark.parametrize("executor", ["inline", "processes"])
@@ -229,8 +240,6 @@ def _plain(value):
 
 
 def _unpickled(payload, at):
-    import pickle
-
     return pickle.loads(payload.values[payload.offsets[at] : payload.offsets[at + 1]].tobytes())
 
 
@@ -397,6 +406,21 @@ class TestReads:
         source = Source("p", source.data, transform=lengthened, shuffle=shuffle, join=source.join)
         assert sum(len(meta.pieces) for meta in metas_of(loader_of(source, part_bytes=200))) == COUNT
         assert sorted(found) == [(unit, 0) for unit in range(9)]
+
+    def test_ids_are_read_once(self, tmp_path, monkeypatch):
+        source, _ = self.aligned(tmp_path)
+        found = []
+        build = joined.build_index
+
+        def counted(*args, **more):
+            found.append(args)
+            return build(*args, **more)
+
+        monkeypatch.setattr(joined, "build_index", counted)
+        loader = loader_of(source, part_bytes=200)
+        for epoch in range(2):
+            assert sum(len(meta.pieces) for meta in metas_of(loader, epoch=epoch)) == COUNT
+        assert len(found) == 1
 
     @pytest.mark.parametrize("unit_rows", [(5, 13), (13, 5), (7, 60)])
     def test_units_that_do_not_coincide(self, tmp_path, monkeypatch, unit_rows):
