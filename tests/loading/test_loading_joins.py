@@ -227,11 +227,11 @@ class TestInParts:
         columns = {"id": list(range(8)), "pair": [0, 0, 1, 1, 1, 2, 2, 3], "input_ids": [[1]] * 8}
         own = write(tmp_path / "own", "parquet", columns, unit_rows=3)
         for kind in ("parquet", "jsonl"):
-            other = write(tmp_path / "other", kind, {"id": [0, 1, 2, 4, 5, 6, 7], "text": ["c"] * 7})
+            other = write(tmp_path / "other", kind, {"id": [0, 1, 2, 3, 5, 6, 7], "text": ["c"] * 7})
             settings = {"together": "pair", "overlong": "drop", "join": Join(other, on="id")}
             (meta,) = metas_of(loader_of(Source("p", own, on_error="skip", shuffle=False, **settings)))
             assert meta.kept.tolist() == [True, True, False, False, False, True, True, True]
-            with pytest.raises(DataError, match=r"unit 1, row 0: no record of .* has the 'id' 3;"):
+            with pytest.raises(DataError, match=r"unit 1, row 1: no record of .* has the 'id' 4;"):
                 list(metas_of(loader_of(Source("p", own, **settings))))
 
 
@@ -421,6 +421,15 @@ class TestReads:
         for epoch in range(2):
             assert sum(len(meta.pieces) for meta in metas_of(loader, epoch=epoch)) == COUNT
         assert len(found) == 1
+
+    def test_each_unit_is_read_once_for_records_in_another_order(self, tmp_path, monkeypatch):
+        own = write(tmp_path / "own", "parquet", columns_of(OWN, key="id"), unit_rows=COUNT)
+        other = write(tmp_path / "other", "parquet", columns_of(OTHER, key="id", name="text"))
+        monkeypatch.setattr(joined, "_HELD_BYTES", 0)
+        found = self.reads_of(monkeypatch, other)
+        source = Source("p", own, join=Join(other, on="id", columns=["text"]))
+        assert [one["text"] for one in records_of(source)] == [f"text {n}" for n in OWN]
+        assert found == [(unit, 0) for unit in range(9)]
 
     @pytest.mark.parametrize("unit_rows", [(5, 13), (13, 5), (7, 60)])
     def test_units_that_do_not_coincide(self, tmp_path, monkeypatch, unit_rows):
