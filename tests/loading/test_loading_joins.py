@@ -281,6 +281,15 @@ class TestMissing:
             assert len({line["digest"] for line in lines}) == 2
             assert all(line["digest"] for line in lines)
 
+    @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+    def test_of_blocks_that_are_cut_for_the_transform(self, tmp_path, kind):
+        own = write(tmp_path / "own", kind, columns_of(OWN, key="id"), unit_rows=COUNT)
+        other = write(tmp_path / "other", kind, columns_of(OTHER[2:], key="id", name="text"))
+        source = Source("pairs", own, on_error="skip", shuffle=False, join=Join(other, on="id"))
+        (meta,) = metas_of(loader_of(source, rows=CollatedRows(1)))
+        assert np.flatnonzero(meta.reason == 7).tolist() == np.flatnonzero(np.isin(OWN, OTHER[:2])).tolist()
+        assert (~meta.kept).sum() == 2
+
     def test_null_belongs_to_nothing(self, tmp_path):
         for kind, mine in (("parquet", "parquet"), ("jsonl", "jsonl")):
             own = write(tmp_path / "own", mine, {"id": [1, None, 2], "txt": list("abc")})
