@@ -121,6 +121,11 @@ class SampleWork(Work):
         batched = self.source.transform_batched
         return None if batched is None else BatchRunner(self.source, self.seed, dicts_only=False)
 
+    @cached_property
+    def _keys(self) -> frozenset[str]:
+        """Fields that hold ids of what is joined."""
+        return frozenset(join.on for join in self.source.joins)
+
     def __call__(self, run: Run) -> list[Kept]:
         """See `BatchRunner.run` and `SampleRunner.run_each` for what is raised."""
         if self._batches is not None:
@@ -157,9 +162,8 @@ class SampleWork(Work):
         missing = [name for name in columns if name not in sample]
         if missing:
             raise _NoColumnError(missing_key(missing[0], sample))
-        keys = {join.on for join in self.source.joins}
-        if keys:
-            return {name: value for name, value in sample.items() if name in columns or name not in keys}
+        if self._keys:
+            return {name: value for name, value in sample.items() if name in columns or name not in self._keys}
         return {name: sample[name] for name in columns}
 
 

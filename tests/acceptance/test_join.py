@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.range_server import RangeServer
 from megascale_lightning import DataError, Join, LoaderConfig, MegaScaleLoader, PackedRows, Source, StateError
+from megascale_lightning.client.resolving import runtime_plan
 from megascale_lightning.loading.quarantine import read_lines
 from tests.loading.joinfiles import write
 
@@ -192,6 +193,9 @@ class TestMissing:
         lines = list(read_lines(tmp_path / "bad"))
         assert [line["reason"] for line in lines] == ["partner"] * 5
         assert len({line["digest"] for line in lines}) == 5
+        with World(config, state=last) as world:
+            life = world.loaders[0].lineage(("pairs", 0, lines[0]["unit"], lines[0]["row"]))
+        assert (life.life, life.reason) == ("dropped", "partner")
         for at, step in enumerate(steps[:-1]):
             with World(config, 1, state=step.state) as world:
                 assert_same(world.steps(2), steps[at + 1 : at + 3], tensors=False)
@@ -326,6 +330,8 @@ class TestSecrets:
             state = world.state()
             manifests = world.loaders[0]._session._manifests
             lists = world.loaders[0]._session.packed_file_lists
+            plan = runtime_plan(given.config(source), world.loaders[0]._session._specs, manifests, "run")
+            assert plan.environment == {"JOIN_AUTH": f"Bearer {SECRET}"}
         server.authorizations = frozenset({"Bearer another"})
         with pytest.raises(DataError, match="403") as caught:
             run_world(given.config(source))

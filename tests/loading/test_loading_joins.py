@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from itertools import product
 
 import numpy as np
@@ -11,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megascale_lightning.errors import ConfigError, CorruptDataError, DataError
+from megascale_lightning.errors import ConfigError, CorruptDataError, DataError, MegaScaleWarning
 from megascale_lightning.loading import LoadedSource, SourceLoader, ids, joined
 from megascale_lightning.loading.joins import make_record_reader
 from megascale_lightning.loading.quarantine import Quarantine, read_lines
+from megascale_lightning.loading.works import SampleWork
 from megascale_lightning.rows import CollatedRows, PackedRows
 from megascale_lightning.sources import Source, build_manifest
 from megascale_lightning.sources.formats import csv, jsonl
@@ -185,6 +187,15 @@ class TestInParts:
         (meta,) = metas_of(loader_of(source, window_units=100))
         assert (~meta.kept).sum() == 3
 
+    def test_worker_processes_get_no_files_and_no_keys(self, tmp_path):
+        mine, theirs = paths_of(tmp_path, "parquet")
+        join = Join(theirs, on="__key__", storage_options={"key": "s3cret-key"})
+        with pytest.warns(MegaScaleWarning, match="storage_options are ignored"):
+            manifest = build_manifest(Source("p", mine, join=join), needs_tokens=False)
+        work = SampleWork(source=Source("p", mine, join=join), seed=0, manifest=manifest, columns=None).portable()
+        assert work.source.joins[0].on == "__key__"
+        assert not [text for text in (b"s3cret", theirs.encode()) if text in pickle.dumps(work)]
+
     @pytest.mark.parametrize("columns", [None, ("txt",)])
     @pytest.mark.parametrize("kinds", [("parquet", "parquet"), ("jsonl", "jsonl")])
     @pytest.mark.parametrize("executor", ["inline", "processes"])
@@ -216,11 +227,11 @@ class TestInParts:
         columns = {"id": list(range(8)), "pair": [0, 0, 1, 1, 1, 2, 2, 3], "input_ids": [[1]] * 8}
         own = write(tmp_path / "own", "parquet", columns, unit_rows=3)
         for kind in ("parquet", "jsonl"):
-            other = write(tmp_path / "other", kind, {"id": [0, 1, 2, 4, 5, 6, 7], "text": ["c"] * 7})
+            other = write(tmp_path / "other", kind, {"id": [0, 1, 2, 3, 5, 6, 7], "text": ["c"] * 7})
             settings = {"together": "pair", "overlong": "drop", "join": Join(other, on="id")}
             (meta,) = metas_of(loader_of(Source("p", own, on_error="skip", shuffle=False, **settings)))
             assert meta.kept.tolist() == [True, True, False, False, False, True, True, True]
-            with pytest.raises(DataError, match=r"unit 1, row 0: no record of .* has the 'id' 3;"):
+            with pytest.raises(DataError, match=r"unit 1, row 1: no record of .* has the 'id' 4;"):
                 list(metas_of(loader_of(Source("p", own, **settings))))
 
 
@@ -229,8 +240,6 @@ def _plain(value):
 
 
 def _unpickled(payload, at):
-    import pickle
-
     return pickle.loads(payload.values[payload.offsets[at] : payload.offsets[at + 1]].tobytes())
 
 
@@ -271,6 +280,15 @@ class TestMissing:
             assert first in lines[0]["message"]
             assert len({line["digest"] for line in lines}) == 2
             assert all(line["digest"] for line in lines)
+
+    @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+    def test_of_blocks_that_are_cut_for_the_transform(self, tmp_path, kind):
+        own = write(tmp_path / "own", kind, columns_of(OWN, key="id"), unit_rows=COUNT)
+        other = write(tmp_path / "other", kind, columns_of(OTHER[2:], key="id", name="text"))
+        source = Source("pairs", own, on_error="skip", shuffle=False, join=Join(other, on="id"))
+        (meta,) = metas_of(loader_of(source, rows=CollatedRows(1)))
+        assert np.flatnonzero(meta.reason == 7).tolist() == np.flatnonzero(np.isin(OWN, OTHER[:2])).tolist()
+        assert (~meta.kept).sum() == 2
 
     def test_null_belongs_to_nothing(self, tmp_path):
         for kind, mine in (("parquet", "parquet"), ("jsonl", "jsonl")):
@@ -397,6 +415,30 @@ class TestReads:
         source = Source("p", source.data, transform=lengthened, shuffle=shuffle, join=source.join)
         assert sum(len(meta.pieces) for meta in metas_of(loader_of(source, part_bytes=200))) == COUNT
         assert sorted(found) == [(unit, 0) for unit in range(9)]
+
+    def test_ids_are_read_once(self, tmp_path, monkeypatch):
+        source, _ = self.aligned(tmp_path)
+        found = []
+        build = joined.build_index
+
+        def counted(*args, **more):
+            found.append(args)
+            return build(*args, **more)
+
+        monkeypatch.setattr(joined, "build_index", counted)
+        loader = loader_of(source, part_bytes=200)
+        for epoch in range(2):
+            assert sum(len(meta.pieces) for meta in metas_of(loader, epoch=epoch)) == COUNT
+        assert len(found) == 1
+
+    def test_each_unit_is_read_once_for_records_in_another_order(self, tmp_path, monkeypatch):
+        own = write(tmp_path / "own", "parquet", columns_of(OWN, key="id"), unit_rows=COUNT)
+        other = write(tmp_path / "other", "parquet", columns_of(OTHER, key="id", name="text"))
+        monkeypatch.setattr(joined, "_HELD_BYTES", 0)
+        found = self.reads_of(monkeypatch, other)
+        source = Source("p", own, join=Join(other, on="id", columns=["text"]))
+        assert [one["text"] for one in records_of(source)] == [f"text {n}" for n in OWN]
+        assert found == [(unit, 0) for unit in range(9)]
 
     @pytest.mark.parametrize("unit_rows", [(5, 13), (13, 5), (7, 60)])
     def test_units_that_do_not_coincide(self, tmp_path, monkeypatch, unit_rows):
