@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megascale_lightning.client.resolving import read_manifests, resolve_streams, runtime_plan, survey
 from megascale_lightning.config import EVAL_KINDS, LoaderConfig
-from megascale_lightning.errors import ConfigError, DataError, RuntimeFailure
+from megascale_lightning.errors import ConfigError, RuntimeFailure
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.types import Call, FloatArray, IntArray, LoaderState, MetaBlock, PlanWindow, StepPlan
 
@@ -110,12 +110,6 @@ class DryRun:
                 self._planner.close(name, done, _CLIENT)
             elif not window.steps and not after.ended:
                 raise RuntimeFailure(f"stream {name!r}: the planner gave neither step {step} nor an end")
-        if not step:
-            raise DataError(
-                f"stream {name!r} ends before its first step: its sources give fewer than the "
-                f'{self.spec.rows_per_step} rows of one, and last_step="{self.spec.last_step}" leaves incomplete steps '
-                'out; lower global_batch_size, or set last_step="fill"'
-            )
 
     @property
     def ended(self) -> bool:

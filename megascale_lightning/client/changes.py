@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megascale_lightning.errors import ConfigError
-from megascale_lightning.mixtures import weight_problems
+from megascale_lightning.mixtures import is_step, weight_problems
 from megascale_lightning.planning.calibration import CalibratedCost
 from megascale_lightning.planning.strategies import declared_by
 from megascale_lightning.streams import StreamSpec, weights_by_step
@@ -58,8 +58,10 @@ def first_step(method: str, at_step: int | None, state: LoaderState, spec: Strea
         spec: The stream.
 
     Raises:
-        ConfigError: It may be planned already.
+        ConfigError: It is no step, or may be planned already.
     """
+    if at_step is not None and not is_step(at_step):
+        raise ConfigError(f"{method}(at_step={at_step!r}): a step is a whole number of at least 0")
     first = state.step + spec.mixture_lead_steps
     if at_step is not None and at_step < first:
         raise ConfigError(
@@ -83,9 +85,9 @@ def cost_change(spec: StreamSpec, costs: Sequence[CalibratedCost], step: int) ->
 
 def cost_problem(spec: StreamSpec, costs: Sequence[CalibratedCost]) -> str | None:
     """Why costs cannot take the place of those that the strategy of a stream declares; None: they can."""
-    odd = next((cost for cost in costs if not isinstance(cost, CalibratedCost)), None)
-    if odd is not None:
-        return f"a CalibratedCost is wanted, whose coefficients are kept in the state, not {odd!r}"
+    odd = [cost for cost in costs if not isinstance(cost, CalibratedCost)]
+    if odd:
+        return f"a CalibratedCost is wanted, whose coefficients are kept in the state, not {odd[0]!r}"
     declared = declared_by(spec.strategy)
     if costs and len(costs) != len(declared.costs):
         return f"the strategy declares {len(declared.costs)} costs ({declared.cost_names}), {len(costs)} are given"

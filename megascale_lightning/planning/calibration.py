@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from megascale_lightning.errors import ConfigError
-from megascale_lightning.mixtures import is_finite
+from megascale_lightning.mixtures import is_finite, is_number
 from megascale_lightning.planning.costs import Addable, refuse_missing
 from megascale_lightning.types import FloatArray, IntArray
 from megascale_lightning.writing import write_whole
@@ -173,8 +173,11 @@ class CalibratedCost(Addable):
         if set(values) != known:
             raise ConfigError(
                 f"CalibratedCost: {path} must name {sorted(known)}; missing are {sorted(known - set(values))}, unknown "
-                f"are {sorted(set(values) - known)}"
+                f"are {sorted(map(str, set(values) - known))}"
             )
+        wrong = {name: value for name, value in values.items() if not is_number(value)}
+        if wrong:
+            raise ConfigError(f"CalibratedCost: {path} must hold numbers alone, not {wrong}")
         return cls(**values)
 
 

@@ -54,7 +54,7 @@ class StepPlanner:
 
         Raises:
             NeedBlocks: A part has to be described first; nothing has changed.
-            EmptySourceError: A whole epoch of a source, or a whole pass, gave nothing.
+            EmptySourceError: A whole epoch of a source, a whole pass, or the whole stream gave nothing.
             DataError: More of a source's records are bad than its limit allows.
             ConfigError: The strategy leaves out what a plan needs, its cost gives no costs, or it changes who fetches.
         """
@@ -103,6 +103,12 @@ class StepPlanner:
         counts: tuple[Mapping[str, int], ...] = tuple(dict(counter) for counter in dropped)
         done = replace(after, dropped=counts, carry=np.empty(0, PIECE))
         if not self._spec.passes:
+            if not before.step:
+                raise EmptySourceError(
+                    f"stream {self._spec.name!r} ends before its first step: its sources give fewer than the "
+                    f'{self._spec.rows_per_step} rows of one, and last_step="{self._spec.last_step}" leaves incomplete '
+                    'steps out; lower global_batch_size, or set last_step="fill"'
+                )
             return replace(done, ended=True)
         if len(left) and _begins_pass(before):
             raise EmptySourceError(

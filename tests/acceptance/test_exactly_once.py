@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megascale_lightning import DataError, LoaderConfig, PackedRows, PaddedRows, Source
+from megascale_lightning import DataError, EmptySourceError, LoaderConfig, PackedRows, PaddedRows, Source
 
 from .conftest import SEQ_LEN
 from .data import Corpus, make_corpus
@@ -152,10 +152,13 @@ def test_fewer_samples_than_one_step(tmp_path: Path, dp: int) -> None:
     assert len(count_tokens(steps)) == corpus.num_tokens()
 
 
-def test_nothing_is_left_when_the_only_step_is_dropped(tmp_path: Path) -> None:
+def test_a_stream_whose_only_step_is_dropped_is_refused(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path, {"tiny": 3}, seq_len=SEQ_LEN, longest=0.5)
-    with World(config_for(corpus, 16, last_step="drop"), 2) as world:
-        assert world.steps() == []
+    with (
+        World(config_for(corpus, 16, last_step="drop"), 2) as world,
+        pytest.raises(EmptySourceError, match="ends before its first step"),
+    ):
+        world.steps()
 
 
 class TestOverlong:

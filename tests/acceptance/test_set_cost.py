@@ -176,6 +176,7 @@ class TestRefusals:
             ((COST,), 31, r"set_cost\(at_step=31\): steps up to 31 may be planned"),
             ((COST, COST), None, r"declares 1 costs \(AttentionCost\), 2 are given"),
             ((AttentionCost(),), None, "a CalibratedCost is wanted"),
+            ((None,), None, "a CalibratedCost is wanted, .* not None"),
             ((CalibratedCost(per_patch=1.0),), None, r"by \['patches'\] of the samples, .* lengths alone"),
         ],
     )

@@ -181,6 +181,8 @@ class TestRefusals:
         ("weights", "at_step", "message"),
         [
             ({"web": 1.0}, LEAD - 1, "mixture_lead_steps=32"),
+            ({"web": 1.0}, "40", r"set_mixture\(at_step='40'\): a step is a whole number"),
+            ({"web": 1.0}, 40.5, "a step is a whole number"),
             ({"wub": 1.0}, None, "wub"),
             ({"web": -1.0}, None, "at least 0"),
             ({"web": float("nan")}, None, "finite"),

@@ -227,6 +227,8 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
             "version: 1\nunit: seconds\nconstant: 1.0\nother: 2\n",
             r"missing are \['num_outliers'.*unknown are \['other'",
         ),
+        ("version: 1\nunit: seconds\n7: 1.0\nother: 2\n", r"unknown are \['7', 'other'"),
+        ("version: 1\nunit: seconds\nnull: 1.0\nother: 2\n", r"unknown are \['None', 'other'"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
@@ -234,6 +236,17 @@ def test_other_files_are_refused(tmp_path: Path, text: str | None, message: str)
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=message):
+        CalibratedCost.from_yaml(path)
+
+
+@pytest.mark.parametrize("damaged", ["r2: [1]", "num_samples: many", "p95_error: true", "per_token: '1'", "per_patch:"])
+def test_what_is_no_number_is_refused(tmp_path: Path, damaged: str) -> None:
+    path = tmp_path / "costs.yaml"
+    CalibratedCost(per_token=1.0).to_yaml(path)
+    name = damaged.partition(":")[0]
+    lines = [damaged if line.startswith(f"{name}:") else line for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=f"must hold numbers alone, not {{'{name}'"):
         CalibratedCost.from_yaml(path)
 
 

@@ -130,6 +130,13 @@ def test_every_group_gets_every_row_of_its_own_and_equal_counts(groups):
         assert placed == np.flatnonzero(np.diff(plan.row_offsets)).tolist()
 
 
+def test_a_stream_without_any_step_is_refused():
+    data = FakeData([3])
+    with pytest.raises(EmptySourceError, match=r"ends before its first step: .* 8 rows .*last_step=\"fill\""):
+        Drive(data, data.spec(last_step="drop")).run()
+    assert Drive(data, data.spec(last_step="fill")).run()
+
+
 def test_the_last_step_can_be_dropped_and_is_counted():
     data = FakeData(SIZES)
     filled = Drive(data, data.spec(last_step="fill"))
