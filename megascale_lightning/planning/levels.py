@@ -189,8 +189,8 @@ class _Walk:
         """The samples of these levels, or of their neighbours where they have none, in order.
 
         Returns:
-            PIECE_BYTES [pieces]; int64 [samples]: the pieces of each. Fewer samples than wanted where there are no more or a
-            part is missing.
+            PIECE_BYTES [pieces]; int64 [samples]: the pieces of each. Fewer samples than wanted where there are no more
+            or a part is missing.
         """
         chosen = self._choose(wanted)
         order = grouping(chosen)
