@@ -30,11 +30,14 @@ def assign_greedily(costs: FloatArray, *, num_bins: int, per_bin: int) -> IntArr
     """
     if num_bins == 1:
         return np.arange(per_bin, dtype=np.int64)[None]
+    order = np.argsort(-costs, kind="stable")
+    if per_bin == 1:
+        return order[:, None]
     values = costs.tolist()
     heap = [(0.0, index) for index in range(num_bins)]
     heapify(heap)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    for item in np.argsort(-costs, kind="stable").tolist():
+    for item in order.tolist():
         load, index = heappop(heap)
         bins[index].append(item)
         if len(bins[index]) < per_bin:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from megascale_lightning.curriculum import QuantileSchedule
-from megascale_lightning.types import FloatArray, IntArray, MetaBlock, PartKey
+from megascale_lightning.types import PIECE, FloatArray, IntArray, MetaBlock, PartKey
 
-__all__ = ["Block", "BlockStore", "NeedBlocks"]
+__all__ = ["PIECE_BYTES", "Block", "BlockStore", "NeedBlocks"]
+
+PIECE_BYTES: Final = np.dtype((np.void, PIECE.itemsize))
+"""A PIECE as bytes: numpy copies these at once, and what has fields field by field, which takes 40 times as long."""
 
 
 class NeedBlocks(Exception):
@@ -28,13 +32,14 @@ class Block:
     """One `MetaBlock`, made ready for drawing sample after sample.
 
     Attributes:
-        pieces: PIECE [kept entries].
+        pieces: PIECE_BYTES [kept entries].
         lengths: int32 [kept entries]: their tokens.
         ends: int64 [kept entries]: entries of the part that are done with once it is taken.
         joined: bool [entries of the part]: stays together with the entry before it; None: none does.
         metadata: Name -> float64 [entries of the part], dropped ones included.
         samples: int64 [samples + 1]: kept entry index at which each sample begins, and one past the last; None where
             every entry is a sample of its own.
+        num_samples: Kept ones.
     """
 
     __slots__ = (
@@ -48,6 +53,7 @@ class Block:
         "last_in_window",
         "lengths",
         "metadata",
+        "num_samples",
         "pieces",
         "samples",
         "size",
@@ -59,12 +65,14 @@ class Block:
         self.size = len(meta.pieces)
         self.last_in_window = meta.last_in_window
         self.metadata = meta.metadata
-        self.pieces: IntArray = meta.pieces[kept]
-        self.lengths: IntArray = np.ascontiguousarray(self.pieces["length"])
+        pieces = meta.pieces.take(kept)
+        self.pieces = pieces.view(PIECE_BYTES)
+        self.lengths: IntArray = np.ascontiguousarray(pieces["length"])
         self.ends: IntArray = kept + 1
         self.joined = meta.joined
         first = meta.first[kept] if meta.joined is None else (meta.first & ~meta.joined)[kept]
         self.samples: IntArray | None = None if first.all() else np.append(np.flatnonzero(first), len(kept))
+        self.num_samples = len(kept) if self.samples is None else len(self.samples) - 1
         counted = np.where(meta.first, meta.reason, 0)
         self._counted = counted if counted.any() else None
         self._reasons = meta.reasons
@@ -72,26 +80,29 @@ class Block:
         self._firsts = None if meta.first.all() else np.concatenate([[0], np.cumsum(meta.first)])
 
     def find(self, offset: int) -> int:
-        """The first kept entry at or behind `offset` entries of the part."""
-        return int(np.searchsorted(self.ends, offset, "right"))
-
-    def sample_at(self, entry: int) -> int:
-        """The sample that a kept entry is the start of, counted in the part; one past the last for the end."""
+        """The first sample at or behind `offset` entries of the part, at which a sample begins; one past the last."""
+        entry = int(np.searchsorted(self.ends, offset, "right"))
         return entry if self.samples is None else int(np.searchsorted(self.samples, entry))
 
     def entry_at(self, sample: int) -> int:
         """Where a sample begins: its first kept entry; one past the last for the end."""
         return sample if self.samples is None else int(self.samples[sample])
 
-    @property
-    def num_samples(self) -> int:
-        """Kept ones."""
-        return len(self.pieces) if self.samples is None else len(self.samples) - 1
+    def between(self, start: int, stop: int) -> tuple[IntArray, IntArray, IntArray | None]:
+        """Of the samples [start, stop) the pieces, PIECE_BYTES [n]; their tokens, int32 [n]; how many each sample has.
+
+        The last is int64 [samples]; None: one each.
+        """
+        if self.samples is None:
+            return self.pieces[start:stop], self.lengths[start:stop], None
+        bounds = self.samples[start : stop + 1]
+        first, last = bounds[0], bounds[-1]
+        return self.pieces[first:last], self.lengths[first:last], np.diff(bounds)
 
     @property
     def first_entries(self) -> IntArray:
         """int64 [samples]: where in the part each sample begins."""
-        first = np.arange(len(self.pieces)) if self.samples is None else self.samples[:-1]
+        first = np.arange(self.num_samples) if self.samples is None else self.samples[:-1]
         found: IntArray = self.ends[first] - 1
         return found
 
@@ -110,7 +121,7 @@ class Block:
         return self._levels
 
     def pieces_of(self, samples: IntArray) -> tuple[IntArray, IntArray]:
-        """PIECE [n] of these samples, int64 [samples], one after another; int64 [samples]: how many each has."""
+        """PIECE_BYTES [n] of these samples, int64 [samples], one after another; int64 [samples]: how many each has."""
         if self.samples is None:
             return self.pieces[samples], np.ones(len(samples), np.int64)
         first = self.samples[samples]

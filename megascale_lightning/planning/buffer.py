@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from megascale_lightning.planning.blocks import BlockStore, NeedBlocks
+from megascale_lightning.planning.blocks import PIECE_BYTES, BlockStore, NeedBlocks
 from megascale_lightning.planning.cursors import Ahead, SourceCursor
 from megascale_lightning.planning.levels import LevelCursor
 from megascale_lightning.planning.mixture import DeadlineMixer, grouping
@@ -81,25 +81,25 @@ class SampleBuffer:
         self._state = None  # until it is known to have gone well: the cursors move
         cursors = self._cursors
         self._pace(state.step, weights)
+        ended = np.array([cursor.exhausted for cursor in cursors])
         mixer = DeadlineMixer(
             [source.name for source in self.spec.sources],
-            weights.tolist(),
-            share=state.sources["share"].tolist(),
-            given=state.sources["given"].tolist(),
-            live=[not cursor.exhausted for cursor in cursors],
+            weights,
+            share=state.sources["share"],
+            given=state.sources["given"],
+            live=~ended,
             unit=self.spec.mixture_unit,
         )
         pool = _Pool(self.spec, state.carry)
-        self._gone = {index for index, cursor in enumerate(cursors) if cursor.exhausted}
+        self._gone = set(np.flatnonzero(ended).tolist())
         while pool.wants_more and mixer.live and not self.spec.stops(self._gone):
             self._draw_some(mixer, pool, self._guess(pool))
         mixer.settle()
-        self._draws = np.bincount(pool.piece_sources, minlength=len(cursors)).tolist()
+        for cursor in cursors:
+            cursor.settle()
+        self._draws = np.bincount(pool.sources, minlength=len(cursors)).tolist()
         self._per_sample = pool.drawn_tokens / max(len(pool.sources), 1)
-        num_carried = len(state.carry)
-        pieces = np.empty(num_carried + len(pool.piece_sources), PIECE)
-        pieces[:num_carried] = state.carry
-        pieces[num_carried:][grouping(pool.piece_sources)] = self._collect(len(pool.piece_sources))
+        num_carried, pieces = len(state.carry), pool.pieces
         drawn = self._blocks.metadata_of(self.spec.name, pieces[num_carried:], self.spec.metadata)
         metadata = {name: np.concatenate([carried[name], values]) for name, values in drawn.items()}
         joined = None if before is None else np.concatenate([before, self._joined(pieces[num_carried:])])
@@ -201,11 +201,12 @@ class SampleBuffer:
             ahead = [cursor.peek(limit) for cursor, limit in zip(self._cursors, limits, strict=True)]
         costs = [found.tokens() for found in ahead] if by_tokens else []
         sources, blocked = mixer.draw(horizon, [found.num_samples for found in ahead], costs)
-        counts, lengths = _in_draw_order(sources, ahead)
-        taken = pool.add(sources, counts, lengths)
+        pieces, counts = _in_draw_order(sources, ahead)
+        taken = pool.add(sources, counts, pieces)
         tokens = None
         if by_tokens:
-            tokens = np.add.reduceat(lengths, np.cumsum(counts) - counts)[:taken] if taken else counts[:0]
+            lengths = pieces.view(PIECE)["length"]
+            tokens = np.add.reduceat(lengths, np.cumsum(counts) - counts, dtype=np.int64)[:taken]
         mixer.book(sources[:taken], tokens)
         if taken < len(sources) or not pool.wants_more or (blocked is not None and not ahead[blocked].is_all):
             blocked = None
@@ -218,21 +219,12 @@ class SampleBuffer:
             mixer.leave(blocked)
             self._gone.add(blocked)
 
-    def _collect(self, count: int) -> IntArray:
-        """The pieces taken by all cursors, source after source: PIECE [count]."""
-        pieces = np.empty(count, PIECE)
-        at = 0
-        for cursor in self._cursors:
-            for taken in cursor.collect():
-                pieces[at : at + len(taken)] = taken
-                at += len(taken)
-        return pieces
-
     def _stand(self, mixer: DeadlineMixer, weights: FloatArray) -> IntArray:
         sources = np.empty(len(self._cursors), SOURCE_STATE)
-        for index, cursor in enumerate(self._cursors):
-            position = (cursor.epoch, cursor.window, cursor.part, cursor.offset)
-            sources[index] = (*position, mixer.share[index], mixer.given[index], weights[index])
+        places = [(cursor.epoch, cursor.window, cursor.part, cursor.offset) for cursor in self._cursors]
+        for name, column in zip(("epoch", "window", "part", "offset"), np.array(places).T, strict=True):
+            sources[name] = column
+        sources["share"], sources["given"], sources["weight"] = mixer.share, mixer.given, weights
         return sources
 
 
@@ -250,10 +242,14 @@ class _Pool:
         self._carried = len(carry)
         self._room = spec.rows.room
         self._totals = np.concatenate([[0], np.cumsum(self._room(carry["length"]))])
+        self._pieces = [carry.view(PIECE_BYTES)]
         self.sources: IntArray = np.empty(0, np.int64)
         """int64 [drawn samples]"""
-        self.piece_sources: IntArray = np.empty(0, np.int64)
-        """int64 [drawn pieces]"""
+
+    @property
+    def pieces(self) -> IntArray:
+        """PIECE [n]: those carried, then those drawn."""
+        return np.concatenate(self._pieces).view(PIECE)
 
     @property
     def drawn_tokens(self) -> int:
@@ -272,26 +268,28 @@ class _Pool:
         lacking = max(self._need - int(self._totals[-1]), 0) / max(per_sample, 1.0)
         return int(lacking * 1.02) + self._ahead + 16
 
-    def add(self, sources: IntArray, counts: IntArray, lengths: IntArray) -> int:
+    def add(self, sources: IntArray, counts: IntArray, pieces: IntArray) -> int:
         """Take of these samples as many as it wants.
 
         Args:
             sources: int64 [n]
             counts: int64 [n]: the pieces of each.
-            lengths: int64 [sum of counts]: the tokens of each piece.
+            pieces: PIECE_BYTES [sum of counts]
 
         Returns:
             How many it took.
         """
         ends = np.concatenate([[0], np.cumsum(counts)])
         before = len(self._totals) - 1
-        totals = np.concatenate([self._totals, self._totals[-1] + np.cumsum(self._room(lengths))])
-        held, self._totals = self._totals, totals
+        room = self._room(pieces.view(PIECE)["length"])
+        held = self._totals
+        self._totals = np.concatenate([held, held[-1] + np.cumsum(room)])
         enough = np.flatnonzero(self._enough(before + ends))
         taken = int(enough[0]) if enough.size else len(sources)
-        self._totals = totals[: before + int(ends[taken]) + 1] if taken else held
+        num_pieces = int(ends[taken])
+        self._totals = self._totals[: before + num_pieces + 1]
+        self._pieces.append(pieces[:num_pieces])
         self.sources = np.concatenate([self.sources, sources[:taken]])
-        self.piece_sources = np.concatenate([self.piece_sources, np.repeat(sources[:taken], counts[:taken])])
         return taken
 
     def _enough(self, sizes: IntArray) -> npt.NDArray[np.bool_]:
@@ -301,18 +299,16 @@ class _Pool:
 
 
 def _in_draw_order(sources: IntArray, ahead: list[Ahead]) -> tuple[IntArray, IntArray]:
-    """Of the samples drawn: int64 [n], the pieces of each; int64 [pieces], the tokens of each piece."""
+    """Of the samples drawn: their pieces, PIECE_BYTES [n]; int64 [samples]: how many each has."""
     drawn = np.bincount(sources, minlength=len(ahead)).tolist()
-    found = [(number, *ahead[source].pieces(number)) for source, number in enumerate(drawn) if number]
+    found = [(number, *ahead[source].first(number)) for source, number in enumerate(drawn) if number]
     counts = np.ones(len(sources), np.int64)
-    if not found:
-        return counts, counts
     at = order = grouping(sources)
-    if any(given is not None for _, given, _ in found):
-        grouped = np.concatenate([np.ones(number, np.int64) if given is None else given for number, given, _ in found])
+    if any(given is not None for _, _, given in found):
+        grouped = np.concatenate([np.ones(number, np.int64) if given is None else given for number, _, given in found])
         counts[order] = grouped
         starts = (np.cumsum(counts) - counts)[order]
         at = np.arange(int(grouped.sum())) + np.repeat(starts - (np.cumsum(grouped) - grouped), grouped)
-    lengths = np.empty(len(at), np.int64)
-    lengths[at] = np.concatenate([given for _, _, given in found])
-    return counts, lengths
+    pieces = np.empty(len(at), PIECE_BYTES)
+    pieces[at] = np.concatenate([np.empty(0, PIECE_BYTES), *(given for _, given, _ in found)])
+    return pieces, counts

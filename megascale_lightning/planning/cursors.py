@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from megascale_lightning.errors import DataError, EmptySourceError, StateError
-from megascale_lightning.planning.blocks import Block, BlockStore
+from megascale_lightning.planning.blocks import PIECE_BYTES, Block, BlockStore
 from megascale_lightning.streams import SourceSpec
 from megascale_lightning.types import IntArray, PartKey
 
@@ -24,36 +24,29 @@ class Ahead(NamedTuple):
     """Samples that follow a cursor."""
 
     num_samples: int
-    lengths: list[IntArray]
-    """Tokens of their pieces, part after part."""
-    counts: list[IntArray | None]
-    """Pieces of each sample, part after part; None where each is one."""
+    pieces: IntArray
+    """PIECE_BYTES [n]"""
+    lengths: IntArray
+    """int [n]: their tokens."""
+    counts: IntArray | None
+    """int64 [num_samples]: the pieces of each; None where each is one."""
     missing: PartKey | None
     """The part that would have to be described to see more."""
     is_all: bool
     """There is no more to see now: behind these the source is exhausted, or a part is missing."""
 
-    def pieces(self, samples: int) -> tuple[IntArray | None, IntArray]:
-        """Of the first so many samples: int64 [samples], the pieces of each, or None; int [pieces], their tokens."""
-        lengths = self.lengths[0] if len(self.lengths) == 1 else np.concatenate(self.lengths)
-        if all(given is None for given in self.counts):
-            return None, lengths[:samples]
-        counts = np.concatenate(
-            [
-                np.ones(len(part), np.int64) if given is None else given
-                for part, given in zip(self.lengths, self.counts, strict=True)
-            ]
-        )[:samples]
-        return counts, lengths[: int(counts.sum())]
+    def first(self, samples: int) -> tuple[IntArray, IntArray | None]:
+        """Of the first so many samples: PIECE_BYTES [n]; int64 [samples], how many each has, or None."""
+        if self.counts is None:
+            return self.pieces[:samples], None
+        counts = self.counts[:samples]
+        return self.pieces[: int(counts.sum())], counts
 
     def tokens(self) -> IntArray:
         """int64 [num_samples]: tokens of each sample."""
-        if not self.num_samples:
-            return np.empty(0, np.int64)
-        counts, lengths = self.pieces(self.num_samples)
-        if counts is None:
-            return lengths.astype(np.int64)
-        return np.add.reduceat(lengths, np.cumsum(counts) - counts, dtype=np.int64)
+        if self.counts is None:
+            return self.lengths.astype(np.int64)
+        return np.add.reduceat(self.lengths, np.cumsum(self.counts) - self.counts, dtype=np.int64)
 
 
 class SourceCursor:
@@ -72,7 +65,6 @@ class SourceCursor:
         "_spec",
         "_start",
         "_stop_epoch",
-        "_taken",
         "checked",
         "dropped",
         "epoch",
@@ -106,7 +98,6 @@ class SourceCursor:
         self._next = 0
         self._start = 0
         self._counted = 0
-        self._taken: list[IntArray] = []
 
     @property
     def key(self) -> PartKey:
@@ -121,34 +112,29 @@ class SourceCursor:
     def peek(self, limit: float, tokens: float = math.inf) -> Ahead:
         """The next samples that are described, without moving: `limit` of them, or as many as have `tokens` tokens."""
         found = 0
-        lengths: list[IntArray] = []
-        counts: list[IntArray | None] = []
-        block, at = self._block, self._next
+        parts: list[tuple[IntArray, IntArray, IntArray | None]] = []
+        block, first = self._block, self._next
         key = self.key if block is None else None
         while found < limit and tokens > 0:
             if block is None:
                 if key is None or self._is_idle(key):
-                    return Ahead(found, lengths, counts, None, True)
+                    return Ahead(found, *_joined(parts), None, True)
                 if key not in self._blocks:
-                    return Ahead(found, lengths, counts, key, True)
+                    return Ahead(found, *_joined(parts), key, True)
                 block = self._blocks.get(key)
-                at = 0 if found or not self.offset else block.find(self.offset)
-                if at == len(block.pieces):
+                first = 0 if found or not self.offset else block.find(self.offset)
+                if first == block.num_samples:
                     # Only `enter` goes past what was dropped: it counts and checks it.
-                    return Ahead(found, lengths, counts, None, True)
-            first = block.sample_at(at)
+                    return Ahead(found, *_joined(parts), None, True)
             count = int(min(block.num_samples - first, limit - found))
-            stop = block.entry_at(first + count)
-            taken = block.lengths[at:stop]
-            lengths.append(taken)
-            counts.append(None if block.samples is None else np.diff(block.samples[first : first + count + 1]))
+            parts.append(block.between(first, first + count))
             found += count
             if tokens < math.inf:
-                tokens -= int(taken.sum(dtype=np.int64))
+                tokens -= int(parts[-1][1].sum(dtype=np.int64))
             if first + count < block.num_samples:
                 break
             key, block = self._following(block), None
-        return Ahead(found, lengths, counts, None, False)
+        return Ahead(found, *_joined(parts), None, False)
 
     def advance(self, count: int) -> None:
         """Take the next samples, which `peek` has seen."""
@@ -158,15 +144,14 @@ class SourceCursor:
                 is_there = self.enter()
                 assert is_there
                 continue
-            first = block.sample_at(self._next)
-            taken = min(count, block.num_samples - first)
-            self._next = block.entry_at(first + taken)
+            taken = min(count, block.num_samples - self._next)
+            self._next += taken
             count -= taken
-            if first + taken == block.num_samples:
+            if self._next == block.num_samples:
                 self._leave(block)
 
-    def collect(self) -> list[IntArray]:
-        """The pieces taken since the last call, in order, PIECE [n] each; counts what was dropped between them.
+    def settle(self) -> None:
+        """Stand, with `offset` and what was dropped, behind what was taken.
 
         Raises:
             DataError: The share of bad records is above the limit.
@@ -174,21 +159,19 @@ class SourceCursor:
         if self._block is not None:
             self._flush(self._block)
             self._check(_ENOUGH)
-        taken, self._taken = self._taken, []
-        return taken
 
     def upcoming(self, samples: int) -> list[PartKey]:
         """Parts beyond the one it stands in that hold the next `samples` samples, as far as is known which those are.
 
         Missing ones included, as is its own part while nothing was looked into.
         """
-        if self.exhausted or (self._block is not None and len(self._block.pieces) - self._next >= samples):
+        if self.exhausted or (self._block is not None and self._block.num_samples - self._next >= samples):
             return []
         keys = [self.key]
         if self.key not in self._blocks:
             return keys
         block = self._blocks.get(self.key)
-        left = len(block.pieces) - (self._next if self._block is not None else block.find(self.offset))
+        left = block.num_samples - (self._next if self._block is not None else block.find(self.offset))
         while left < samples:
             following = self._following(block)
             if following is None:
@@ -197,7 +180,7 @@ class SourceCursor:
             if following not in self._blocks:
                 break
             block = self._blocks.get(following)
-            left += len(block.pieces)
+            left += block.num_samples
         return keys
 
     def enter(self) -> bool:
@@ -220,9 +203,9 @@ class SourceCursor:
                 block = self._blocks.get(self.key)
                 if self.offset > block.size:
                     raise self._beyond(block)
-                at = block.find(self.offset)
-                if at < len(block.pieces):
-                    self._block, self._next, self._start, self._counted = block, at, at, self.offset
+                first = block.find(self.offset)
+                if first < block.num_samples:
+                    self._block, self._next, self._start, self._counted = block, first, first, self.offset
                     return True
                 self._counted = self.offset
                 self._pass(block)
@@ -252,11 +235,9 @@ class SourceCursor:
 
     def _flush(self, block: Block) -> None:
         if self._next > self._start:
-            self._taken.append(block.pieces[self._start : self._next])
-            self.offset = int(block.ends[self._next - 1])
+            self.offset = int(block.ends[block.entry_at(self._next) - 1])
             self._start = self._next
-        self._count(block, self.offset)
-        self._counted = self.offset
+            self._count(block, self.offset)
 
     def _leave(self, block: Block) -> None:
         self._flush(block)
@@ -282,6 +263,7 @@ class SourceCursor:
             records, bad = self.checked
             added = sum(counts.get(reason, 0) for reason in self._spec.bad_reasons)
             self.checked = records + block.records(self._counted, stop), bad + added
+        self._counted = stop
 
     def _check(self, enough: int) -> None:
         """Raise where the limit is passed: a function of the records alone, never of when they were read."""
@@ -306,3 +288,15 @@ class SourceCursor:
         if self._stop_epoch is None or key.epoch + 1 < self._stop_epoch:
             return PartKey(key.stream, key.source, key.epoch + 1, 0, 0)
         return None
+
+
+def _joined(parts: list[tuple[IntArray, IntArray, IntArray | None]]) -> tuple[IntArray, IntArray, IntArray | None]:
+    """What `Block.between` says of samples in several parts, one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    pieces = np.concatenate([np.empty(0, PIECE_BYTES), *(pieces for pieces, _, _ in parts)])
+    lengths = np.concatenate([np.empty(0, np.int32), *(lengths for _, lengths, _ in parts)])
+    if all(counts is None for _, _, counts in parts):
+        return pieces, lengths, None
+    each = [np.ones(len(lengths), np.int64) if counts is None else counts for _, lengths, counts in parts]
+    return pieces, lengths, np.concatenate(each)

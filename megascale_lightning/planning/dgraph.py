@@ -264,7 +264,7 @@ class DGraph:
     def _packed(self, lengths: IntArray, costs: FloatArray | None, num_carried: int) -> list[list[int]]:
         assert isinstance(self.spec.rows, PackedRows)
         shape = {"num_rows": self.spec.rows_per_step, "capacity": self.spec.rows.capacity}
-        carried, new = lengths[:num_carried].tolist(), lengths[num_carried:].tolist()
+        carried, new = lengths[:num_carried], lengths[num_carried:]
         return pack(carried, new, **shape) if costs is None else pack_evenly(carried, new, costs, **shape)
 
     @property
@@ -282,7 +282,9 @@ class DGraph:
     @cached_property
     def carry(self) -> IntArray:
         """PIECE [n]: what is in no row, in draw order; the next step has it first."""
-        return np.delete(self.drawn.pieces, self.in_rows)
+        left = np.ones(len(self.drawn.pieces), np.bool_)
+        left[self.in_rows] = False
+        return self.drawn.pieces.compress(left)
 
     def plan(self) -> StepPlan:
         """The rows of the step and their places.
@@ -295,7 +297,7 @@ class DGraph:
     @cached_property
     def _plan(self) -> StepPlan:
         drawn = self.drawn
-        pieces = drawn.pieces[self.in_rows]
+        pieces = drawn.pieces.take(self.in_rows)
         row_offsets = np.zeros(len(self.rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in self.rows], out=row_offsets[1:])
         metadata = {name: values[self.in_rows] for name, values in drawn.metadata.items()}

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from megascale_lightning.planning.packing import pack
-from megascale_lightning.types import FloatArray
+from megascale_lightning.types import FloatArray, IntArray
 
 __all__ = ["pack_evenly"]
 
@@ -23,7 +23,12 @@ _ROUNDING: Final = 1e-9
 
 
 def pack_evenly(
-    carried: Sequence[int], drawn: Sequence[int], costs: FloatArray, *, num_rows: int, capacity: int
+    carried: Sequence[int] | IntArray,
+    drawn: Sequence[int] | IntArray,
+    costs: FloatArray,
+    *,
+    num_rows: int,
+    capacity: int,
 ) -> list[list[int]]:
     """Place pieces into exactly `num_rows` rows of `capacity` tokens so that the rows cost much the same.
 
@@ -47,7 +52,7 @@ def pack_evenly(
         For each row the pieces in the order they were placed: indices into `carried + drawn`.
     """
     plain = pack(carried, drawn, num_rows=num_rows, capacity=capacity)
-    sizes = np.array([*carried, *drawn], np.int64)
+    sizes = np.concatenate([carried, drawn]).astype(np.int64)
     chosen = np.sort(np.fromiter(chain.from_iterable(plain), np.int64))
     if not len(chosen):
         return plain

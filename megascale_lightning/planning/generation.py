@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-import numpy as np
-
 from megascale_lightning.errors import NotOpenError, StateError
 from megascale_lightning.planning.blocks import BlockStore
 from megascale_lightning.planning.stepping import StepPlanner
@@ -225,7 +223,8 @@ class Floor:
 
     def __init__(self, oldest: LoaderState, newest: LoaderState, ahead: Iterable[PartKey]) -> None:
         self._places = oldest.sources[_PLACE].tolist()
-        self._carried = set(np.unique(oldest.carry[["source", *_PLACE]]).tolist())
+        carried = (oldest.carry[name].tolist() for name in ("source", *_PLACE))
+        self._carried = set(zip(*carried, strict=True))
         self._lagging: list[set[tuple[_Place, _Place]]] = [set() for _ in self._places]
         self._ahead: set[PartKey] = set()
         if newest.levels is not None:

@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from megascale_lightning.curriculum import QuantileSchedule
-from megascale_lightning.planning.blocks import Block, NeedBlocks
+from megascale_lightning.planning.blocks import PIECE_BYTES, Block, NeedBlocks
 from megascale_lightning.planning.cursors import Ahead, SourceCursor
 from megascale_lightning.planning.mixture import grouping, numbering
 from megascale_lightning.types import PIECE, FloatArray, IntArray, PartKey
@@ -54,7 +54,7 @@ class LevelCursor(SourceCursor):
         self._bounds: IntArray | None = None
         self._count_taken = 0
         self._is_done = False
-        """Behind what was taken there is nothing: `collect` passes the parts there, which were dropped as a whole."""
+        """Behind what was taken there is nothing: `settle` passes the parts there, which were dropped as a whole."""
 
     @property
     def exhausted(self) -> bool:
@@ -74,7 +74,7 @@ class LevelCursor(SourceCursor):
         if walk.is_empty:
             self._refuse(walk)
         if walk.missing is None:
-            self._settle(walk)
+            self._stand_behind(walk)
         return walk.missing
 
     def pace(self, shares: FloatArray) -> None:
@@ -86,33 +86,33 @@ class LevelCursor(SourceCursor):
     def peek(self, limit: float, tokens: float = math.inf) -> Ahead:
         """See `SourceCursor`."""
         if limit <= 0 or tokens <= 0:
-            return Ahead(0, [], [], None, False)
+            return Ahead(0, np.empty(0, PIECE_BYTES), np.empty(0, np.int32), None, None, False)
         count = 64 if limit == math.inf else int(limit)
         while True:
             walk = _Walk(self)
             pieces, counts = walk.take(self._wanted(self._count_taken + count))
             begin = int(counts[: self._count_taken].sum())
-            lengths, counts = pieces["length"][begin:], counts[self._count_taken :]
+            pieces, counts = pieces[begin:], counts[self._count_taken :]
+            lengths = pieces.view(PIECE)["length"]
             is_all = len(counts) < count
             if is_all or limit < math.inf or lengths.sum(dtype=np.int64) >= tokens:
-                return Ahead(len(counts), [lengths], [counts], walk.missing, is_all)
+                return Ahead(len(counts), pieces, lengths, counts, walk.missing, is_all)
             count *= 2
 
     def advance(self, count: int) -> None:
         """See `SourceCursor`."""
         self._count_taken += count
 
-    def collect(self) -> list[IntArray]:
+    def settle(self) -> None:
         """See `SourceCursor`."""
         if not self._count_taken and not self._is_done:
-            return []
+            return
         walk = _Walk(self)
-        pieces, counts = walk.take(self._wanted(self._count_taken + self._is_done))
+        _, counts = walk.take(self._wanted(self._count_taken + self._is_done))
         assert len(counts) == self._count_taken
-        self._settle(walk)
+        self._stand_behind(walk)
         self._count_taken = 0
         self._is_done = False
-        return [pieces]
 
     def upcoming(self, samples: int) -> list[PartKey]:
         """See `SourceCursor`; of each level that has something waiting."""
@@ -166,7 +166,7 @@ class LevelCursor(SourceCursor):
             self.epoch += 1
         raise self._empty()
 
-    def _settle(self, walk: _Walk) -> None:
+    def _stand_behind(self, walk: _Walk) -> None:
         for block in walk.opened:
             self._pass(block)
         self.levels = walk.levels
@@ -196,8 +196,8 @@ class _Walk:
         """The samples of these levels, or of their neighbours where they have none, in order.
 
         Returns:
-            PIECE [pieces]; int64 [samples]: the pieces of each. Fewer samples than wanted where there are no more or a
-            part is missing.
+            PIECE_BYTES [pieces]; int64 [samples]: the pieces of each. Fewer samples than wanted where there are no more
+            or a part is missing.
         """
         chosen = self._choose(wanted)
         order = grouping(chosen)
@@ -216,11 +216,8 @@ class _Walk:
         starts = (np.cumsum(counts) - counts)[order]
         grouped = counts[order]
         at = np.arange(int(grouped.sum())) + np.repeat(starts - (np.cumsum(grouped) - grouped), grouped)
-        pieces = np.empty(len(at), PIECE)
-        begin = 0
-        for part in found:  # to join structured arrays is slow
-            pieces[at[begin : begin + len(part)]] = part
-            begin += len(part)
+        pieces = np.empty(len(at), PIECE_BYTES)
+        pieces[at] = np.concatenate([np.empty(0, PIECE_BYTES), *found])
         counts = counts[:least]
         return pieces[: int(counts.sum())], counts
 

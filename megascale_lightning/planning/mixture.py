@@ -18,6 +18,7 @@ from math import fsum
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megascale_lightning.types import FloatArray, IntArray
 
@@ -48,15 +49,15 @@ class DeadlineMixer:
     def __init__(
         self,
         names: Sequence[str],
-        weights: Sequence[float],
+        weights: Sequence[float] | FloatArray,
         *,
-        share: Sequence[float],
-        given: Sequence[float],
-        live: Sequence[bool],
+        share: Sequence[float] | FloatArray,
+        given: Sequence[float] | FloatArray,
+        live: Sequence[bool] | npt.NDArray[np.bool_],
         unit: Literal["samples", "tokens"] = "samples",
     ) -> None:
         self._rank = np.empty(len(names), np.int64)
-        self._rank[sorted(range(len(names)), key=lambda index: names[index])] = np.arange(len(names))
+        self._rank[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
         self._raw = np.array(weights, np.float64)
         self.share: FloatArray = np.array(share, np.float64)
         self.given: FloatArray = np.array(given, np.float64)
@@ -117,14 +118,13 @@ class DeadlineMixer:
             sources = np.full(count, live[0])  # there is nothing to choose
         else:
             jobs = self._expected_jobs(count)
-            times = np.arange(1, count + 1) + self._time
-            drawn = _Run(jobs).at_times(np.searchsorted(jobs.releases, times, "left").tolist())
-            sources = jobs.sources[drawn]
+            released = np.cumsum(np.bincount(jobs.releases, minlength=count))[:count]
+            drawn = _Run(jobs).at_times(released.tolist())
+            sources = jobs.sources[np.fromiter(drawn, np.int64, len(drawn))]
         # The k-th sample of a source that is drawn has to be known.
-        beyond = np.flatnonzero(numbering(sources) >= known[sources])
-        if not beyond.size:
+        if (np.bincount(sources, minlength=len(known)) <= known).all():
             return Draws(sources, None)
-        first = int(beyond[0])
+        first = int(np.argmax(numbering(sources) >= known[sources]))
         return Draws(sources[:first], int(sources[first]))
 
     def _expected_jobs(self, count: int) -> _Jobs:
@@ -133,7 +133,10 @@ class DeadlineMixer:
         sources = np.repeat(live, counts)
         nth = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
         given = self.given[sources] + nth
-        return self._jobs(sources, given, given + 1)
+        # Draw k is made at the whole time k + 1: the draw from which on a job is released says as much as its time.
+        draws = np.clip(np.floor(self._owed(sources, given)) - self._time, 0, count)
+        # Numpy sorts integers of two bytes the fastest.
+        return self._jobs(sources, draws.astype(np.min_scalar_type(count)), self._owed(sources, given + 1))
 
     def _draw_tokens(self, horizon: float, costs: Sequence[IntArray]) -> Draws:
         live = np.flatnonzero(self._live)
@@ -146,28 +149,32 @@ class DeadlineMixer:
         before = totals[:-1] - np.repeat(totals[ends - sizes], sizes)
         given = self.given[sources] + before
         lengths[ends - 1] = -1
-        jobs = self._jobs(sources, given, given + lengths, lengths)
+        jobs = self._jobs(sources, self._owed(sources, given), self._owed(sources, given + lengths), lengths)
         drawn, blocked = _Run(jobs).by_cost(self._time, self._time + horizon)
         return Draws(jobs.sources[drawn], None if blocked is None else int(jobs.sources[blocked]))
 
-    def _jobs(self, sources: IntArray, given: FloatArray, then: FloatArray, costs: IntArray | None = None) -> _Jobs:
-        share, weight = self.share[sources], self._weight[sources]
-        by_deadline = np.lexsort((self._rank[sources], (then - share) / weight))
+    def _owed(self, sources: IntArray, given: FloatArray) -> FloatArray:
+        """float64 [n]: when each of the sources is owed so much."""
+        return (given - self.share[sources]) / self._weight[sources]
+
+    def _jobs(
+        self, sources: IntArray, releases: IntArray | FloatArray, deadlines: FloatArray, costs: IntArray | None = None
+    ) -> _Jobs:
+        by_deadline = np.lexsort((self._rank[sources], deadlines))
         ranks = np.empty(len(sources), np.int64)
         ranks[by_deadline] = np.arange(len(sources))
-        release = (given - share) / weight
-        by_release = np.argsort(release, kind="stable")
+        by_release = np.argsort(releases, kind="stable")
         return _Jobs(
             sources=sources[by_deadline],
-            releases=release[by_release],
+            releases=releases[by_release],
             ranks=ranks[by_release].tolist(),
             costs=None if costs is None else costs[by_deadline].tolist(),
         )
 
 
-def grouping(sources: IntArray) -> IntArray:
-    """int64 [n], not negative -> the stable order by source: an integer of two bytes sorts in a fifth of the time."""
-    return np.argsort(sources.astype(np.uint16) if sources.max(initial=0) < 1 << 16 else sources, kind="stable")
+def grouping(values: IntArray) -> IntArray:
+    """int64 [n], not negative -> their stable rising order: integers of two bytes sort in a fifth of the time."""
+    return np.argsort(values.astype(np.uint16) if values.max(initial=0) < 1 << 16 else values, kind="stable")
 
 
 def numbering(sources: IntArray) -> IntArray:
@@ -183,8 +190,8 @@ class _Jobs(NamedTuple):
 
     sources: IntArray
     """By rank, which is that of the deadline."""
-    releases: FloatArray
-    """In rising order."""
+    releases: IntArray | FloatArray
+    """In rising order: times; by samples int, the draws from which on they are released."""
     ranks: list[int]
     """In the order of `releases`."""
     costs: list[int] | None
@@ -211,17 +218,18 @@ class _Run:
         drawn: list[int] = []
         take = drawn.append
         at = 0
-        for moment, bound in enumerate(released):
-            if bound == at + 1:
+        for bound in released:
+            while at < bound - 1:
+                heappush(ready, ranks[at])
+                at += 1
+            if at < bound:
                 take(heappushpop(ready, ranks[at]))
-            else:
-                for rank in ranks[at:bound]:
-                    heappush(ready, rank)
-                if not ready:
-                    self._released = bound
-                    return drawn + self._at_times_waiting(released[moment:])
+                at += 1
+            elif ready:
                 take(heappop(ready))
-            at = bound
+            else:
+                self._released = bound
+                return drawn + self._at_times_waiting(released[len(drawn) :])
         return drawn
 
     def _at_times_waiting(self, released: list[int]) -> list[int]:

@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megascale_lightning.planning.mixture import grouping
 from megascale_lightning.types import FloatArray, IntArray
 
 __all__ = ["pack", "placed_as_one"]
 
 
-def pack(carried: Sequence[int], drawn: Sequence[int], *, num_rows: int, capacity: int) -> list[list[int]]:
+def pack(
+    carried: Sequence[int] | IntArray, drawn: Sequence[int] | IntArray, *, num_rows: int, capacity: int
+) -> list[list[int]]:
     """Place pieces into exactly `num_rows` rows of `capacity` tokens.
 
     Carried pieces come first, in order, then the drawn ones, longest first (ties by draw order). Each goes into the
@@ -28,33 +31,31 @@ def pack(carried: Sequence[int], drawn: Sequence[int], *, num_rows: int, capacit
     Returns:
         For each row the pieces in the order they were placed: indices into `carried + drawn`.
     """
-    num_carried = len(carried)
-    lengths = [*carried, *drawn]
-    order = range(num_carried), num_carried + np.argsort(-np.asarray(drawn, np.int64), kind="stable")
+    lengths = np.concatenate([carried, drawn]).astype(np.int64)
+    longest_first = len(carried) + grouping(lengths.max(initial=0) - lengths[len(carried) :])
+    order = np.concatenate([np.arange(len(carried)), longest_first])
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     # Rows that were begun, sorted by room x num_rows + row: the first key large enough is the fullest row that fits,
     # the lowest of those. Rows from `begun` on are empty, and thus the last choice; full ones are of no use.
     keys: list[int] = []
     begun = 0
-    largest = capacity
-    for piece in [*order[0], *order[1].tolist()]:
-        length = lengths[piece]
-        if length > largest:
+    largest = empty = capacity * num_rows
+    for piece, needed in zip(order.tolist(), (lengths[order] * num_rows).tolist(), strict=True):
+        if needed > largest:
             continue
-        at = bisect_left(keys, length * num_rows)
+        at = bisect_left(keys, needed)
         if at < len(keys):
             key = keys.pop(at)
         elif begun < num_rows:
-            key = capacity * num_rows + begun
+            key = empty + begun
             begun += 1
         else:
+            largest = keys[-1] if keys else 0
             continue
         rows[key % num_rows].append(piece)
-        key -= length * num_rows
+        key -= needed
         if key >= num_rows:
             insort(keys, key, 0, at)
-        if begun == num_rows:
-            largest = keys[-1] // num_rows if keys else 0
     return rows
 
 
