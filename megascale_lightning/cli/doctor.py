@@ -15,7 +15,17 @@ from typing import Any, Final, Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-__all__ = ["Finding", "add_parser", "check_packages", "check_ray_environment", "check_shared_memory", "examine"]
+from megascale_lightning.runtime.ray_machines import addresses_of, is_own_address
+
+__all__ = [
+    "Finding",
+    "add_parser",
+    "check_master",
+    "check_packages",
+    "check_ray_environment",
+    "check_shared_memory",
+    "examine",
+]
 
 Verdict = Literal["ok", "note", "problem"]
 
@@ -59,6 +69,7 @@ def examine(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield Finding("ok", "cores", _describe_cores())
     yield Finding("ok", "memory", _describe_memory())
     yield check_shared_memory(Path("/dev/shm"))
+    yield check_master(environ.get("MASTER_ADDR"))
     yield from check_ray_environment(environ, Path.home())
 
 
@@ -99,6 +110,21 @@ def check_shared_memory(folder: Path) -> Finding:
     return Finding("ok", topic, text)
 
 
+def check_master(name: str | None) -> Finding:
+    """Whether the machine of rank 0 is known here, as a run on several machines needs it."""
+    topic = "MASTER_ADDR"
+    if not name:
+        return Finding("ok", topic, "not set: one machine, or a launcher sets it")
+    found = addresses_of(name)
+    if not found:
+        return Finding("problem", topic, f"{name} is not known on this machine: set it to an address of rank 0's")
+    here = is_own_address(found[0])
+    text = f"{name} is {', '.join(found)}, {'this machine' if here else 'another machine'}"
+    if found[0].startswith("127."):
+        return Finding("note", topic, f"{text}: other machines cannot reach that; fine where there are none")
+    return Finding("ok", topic, text)
+
+
 def check_ray_environment(environ: Mapping[str, str], home: Path) -> Iterator[Finding]:
     """Whether the variables by which Ray finds and trusts a cluster fit together.
 
@@ -115,7 +141,9 @@ def check_ray_environment(environ: Mapping[str, str], home: Path) -> Iterator[Fi
         yield Finding("ok", "RAY_ADDRESS", f"joins the cluster at {address}")
     else:
         yield Finding(
-            "ok", "RAY_ADDRESS", "not set: a local Ray is started, on 127.0.0.1 only, with a token of its own"
+            "ok",
+            "RAY_ADDRESS",
+            "not set: a Ray is started, on 127.0.0.1 where one machine has all ranks, with a token of its own",
         )
     if mode not in (None, "token", "disabled"):
         yield Finding("problem", "RAY_AUTH_MODE", f"must be 'token' or 'disabled', not {mode!r}")

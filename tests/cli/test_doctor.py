@@ -119,3 +119,18 @@ def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert (small.verdict, "--shm-size" in small.text) == ("note", True)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: Usage(8 << 30, 0, 8 << 30))
     assert doctor.check_shared_memory(tmp_path).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "said"),
+    [
+        (None, "ok", "not set"),
+        ("192.0.2.1", "ok", "192.0.2.1 is 192.0.2.1, another machine"),
+        ("127.0.0.1", "note", "127.0.0.1, this machine: other machines cannot reach that"),
+        ("no such host", "problem", "no such host is not known on this machine"),
+    ],
+)
+def test_where_rank_0_is(name: str | None, verdict: str, said: str):
+    found = doctor.check_master(name)
+    assert found.verdict == verdict
+    assert said in found.text
