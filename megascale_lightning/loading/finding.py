@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,14 @@ from megascale_lightning.loading.samplemaker import SampleMaker
 from megascale_lightning.loading.tokenmaker import TokenMaker
 from megascale_lightning.rows import CollatedRows, Rows
 from megascale_lightning.sources.order import num_windows, window_parts, window_units_of
+from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.filepool import FilePool
 from megascale_lightning.types import MetaBlock, PartKey
 
-__all__ = ["Found", "RecordFinder"]
+__all__ = ["Found", "RecordFinder", "check_place"]
+
+_MOST_EPOCHS: Final = 1 << 31
+"""As many as an id has room for."""
 
 
 class Found(NamedTuple):
@@ -66,14 +70,10 @@ class RecordFinder:
         """The window of an epoch that a unit is in; nothing is read.
 
         Raises:
-            ConfigError: There is no such unit.
+            ConfigError: There is no such epoch or unit.
         """
         manifest, source = self._loaded.manifest, self._loaded.source
-        if epoch < 0 or not 0 <= unit < manifest.num_units:
-            raise ConfigError(
-                f"source {source.name!r} has epochs from 0 on and units 0 to {manifest.num_units - 1}, not epoch "
-                f"{epoch}, unit {unit}"
-            )
+        check_place(source, manifest.num_units, epoch, unit)
         order = (manifest, source.name, self._stream, self._seed, epoch)
         windows = range(num_windows(manifest, self._window_units))
         return next(
@@ -129,3 +129,17 @@ class RecordFinder:
             yield from ((window, part) for part in reversed(range(at[0] if at else len(parts))))
             if unit and manifest.units["file"][unit] == manifest.units["file"][unit - 1]:
                 yield from self._candidates(epoch, unit - 1, int(np.iinfo(np.int64).max))
+
+
+def check_place(source: Source, num_units: int, epoch: int, unit: int) -> None:
+    """Refuse an epoch or a unit that no sample of a source is of.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if 0 <= epoch < (source.epochs or _MOST_EPOCHS) and 0 <= unit < num_units:
+        return
+    epochs = "from 0 on" if source.epochs is None else f"0 to {source.epochs - 1}"
+    raise ConfigError(
+        f"source {source.name!r} has epochs {epochs} and units 0 to {num_units - 1}, not epoch {epoch}, unit {unit}"
+    )

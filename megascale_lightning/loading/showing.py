@@ -8,6 +8,7 @@ from typing import Any
 
 from megascale_lightning.errors import ConfigError, DataError
 from megascale_lightning.loading.batched import BatchRunner
+from megascale_lightning.loading.finding import check_place
 from megascale_lightning.loading.joins import make_record_reader
 from megascale_lightning.loading.partmaker import LoadedSource
 from megascale_lightning.loading.partners import Partners
@@ -76,14 +77,11 @@ class SampleShower:
         """The sample, or that of which [start, stop) is a piece.
 
         Raises:
-            ConfigError: There is no such unit or row.
+            ConfigError: There is no such epoch, unit or row.
             DataError: The unit cannot be read.
         """
-        units, name = self._manifest.num_units, self._source.name
-        if epoch < 0 or not 0 <= unit < units:
-            raise ConfigError(
-                f"source {name!r} has epochs from 0 on and units 0 to {units - 1}, not epoch {epoch}, unit {unit}"
-            )
+        name = self._source.name
+        check_place(self._source, self._manifest.num_units, epoch, unit)
         columns = self._source.read_columns if self._source.is_transformed or self._source.joins else None
         reader = make_record_reader(self._source, self._manifest, columns)
         try:

@@ -202,7 +202,8 @@ def test_what_is_not_there(paths: dict[str, str]) -> None:
         next(iter(loader))
         for wrong, said in (
             (("pdf", 0, 0, 0), "no source 'pdf'"),
-            (("web", 0, 99, 0), "units 0 to 4, not epoch 0, unit 99"),
+            (("web", 0, 99, 0), "epochs 0 to 0 and units 0 to 4, not epoch 0, unit 99"),
+            (("web", 1, 0, 0), "epochs 0 to 0 and units 0 to 4, not epoch 1, unit 0"),
             (("pairs", 0, 0, 99), "unit 0 has no row 99"),
             (("web", 0), "is no sample id"),
         ):

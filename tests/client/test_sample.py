@@ -127,6 +127,7 @@ def test_the_data_module_needs_no_setup(files):
         (("code", 0, 0, 0), r"there is no source 'code' in stream 'train', which has \['web'\]"),
         (("web", 0, 3, 0), "source 'web' has epochs from 0 on and units 0 to 2, not epoch 0, unit 3"),
         (("web", -1, 0, 0), "not epoch -1, unit 0"),
+        (("web", 2**31, 0, 0), "not epoch 2147483648, unit 0"),
         (("web", 0, 1, 600), "source 'web': unit 1 has no row 600: its rows are 0 to 599"),
         (("web", 0, 0, -1), "source 'web': unit 0 has no row -1: its rows are 0 to 599"),
         (("web", 0, 0), "is no sample id: give .source, epoch, unit, row."),
