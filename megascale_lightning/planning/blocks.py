@@ -183,13 +183,15 @@ class BlockStore:
         """The parts of PIECE [n], each with the indices of its pieces."""
         if not len(pieces):
             return
-        parts, part_of = np.unique(pieces[["source", "epoch", "window", "part"]], return_inverse=True)
-        keys = [PartKey(stream, *place) for place in parts.tolist()]
+        places = np.stack([pieces[name] for name in ("source", "epoch", "window", "part")])
+        order = np.lexsort(places[::-1])
+        places = places[:, order]
+        starts = np.flatnonzero(np.append(True, (places[:, 1:] != places[:, :-1]).any(axis=0)))
+        keys = [PartKey(stream, *place) for place in places[:, starts].T.tolist()]
         missing = [key for key in keys if key not in self._blocks]
         if missing:
             raise NeedBlocks(missing)
-        order = np.argsort(part_of, kind="stable")
-        for key, mine in zip(keys, np.split(order, np.cumsum(np.bincount(part_of))[:-1]), strict=True):
+        for key, mine in zip(keys, np.split(order, starts[1:]), strict=True):
             yield self._blocks[key], mine
 
     def add(self, meta: MetaBlock) -> None:

@@ -88,3 +88,7 @@ def test_costs_grow_with_length_and_attention_with_its_square():
     lengths = np.array([1, 1000, 49152])
     assert TokenCount()(lengths).tolist() == [1.0, 1000.0, 49152.0]
     assert AttentionCost()(lengths)[2] == pytest.approx(2 * 49152)
+
+
+def test_one_item_a_bin_is_placed_by_falling_cost() -> None:
+    assert assign_greedily(np.array([1.0, 3.0, 2.0, 3.0]), num_bins=4, per_bin=1).tolist() == [[1], [3], [2], [0]]
