@@ -104,7 +104,6 @@ def _emptied(part: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.ddp
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "mode", "cuts"),
     [
