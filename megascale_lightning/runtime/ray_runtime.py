@@ -301,6 +301,7 @@ def _supervise(
     for name, node in placed.items():
         classes[name] = (constructor, NodeAffinitySchedulingStrategy(node, soft=True))
     dumps: Any = cloudpickle.dumps
+    pinned = _node_resources(placed)
     made = [*plan.loaders, *(replace(plan.constructor, name=name) for name in placed)]
     recipes = {recipe.name: _pickled(recipe, dumps) for recipe in made}
 
@@ -313,14 +314,29 @@ def _supervise(
             num_cpus=0,
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=where,
             enable_task_events=False,
+            **({"resources": pinned.pop(name)} if name in pinned else {"scheduling_strategy": where}),
             **({"runtime_env": {"env_vars": dict(imports)}} if imports else {}),
         )
         recipe = _pickled(told.recipe(), dumps) if name == plan.planner.name else recipes[name]
         return options.remote(name, dumps(failure) if failure else recipe, loading if actor is loader else wiring)
 
     return Supervisor(address.roles, spawn)
+
+
+def _node_resources(placed: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Constructor -> a resource that its node alone has, where there are several; of those created first.
+
+    A node that has just joined is not known to all the others, and one that does not know it puts an actor that is only
+    to be near it elsewhere. For a resource it waits.
+    """
+    import ray
+
+    if len(set(placed.values())) == 1:
+        return {}
+    known: Any = ray.nodes
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in known()}
+    return {name: {f"node:{addresses[node]}": 0.001} for name, node in placed.items()}
 
 
 def _pickled(recipe: RoleRecipe, dumps: Any) -> bytes:
