@@ -75,6 +75,8 @@ class LoaderConfig:
     """Where the roles run: in Ray actors, or all in this process (notebooks, debuggers)."""
     num_loaders: int | None = None
     """Source loader actors; None chooses."""
+    num_constructors: int = 1
+    """Data constructor actors on each machine that has ranks; its data-parallel groups are shared between them."""
     prefetch_steps: int | None = None
     """Steps that may be planned and built ahead of the slowest rank; None chooses."""
     plan_window: int | None = None
@@ -243,7 +245,7 @@ def _folder_problems(config: LoaderConfig) -> list[str]:
 
 def _number_problems(config: LoaderConfig) -> list[str]:
     names = ("window_units", "part_bytes", "loader_buffer_bytes", "mixture_lead_steps", "cache_bytes")
-    found = positive(**{name: getattr(config, name) for name in names})
+    found = positive(num_constructors=config.num_constructors, **{name: getattr(config, name) for name in names})
     for name in ("global_batch_size", "num_loaders", "plan_window", "steps_per_epoch"):
         if getattr(config, name) is not None:
             found += positive(**{name: getattr(config, name)})

@@ -34,13 +34,14 @@ from megascale_lightning.client.resolving import (
     survey,
 )
 from megascale_lightning.client.samples import find_life, show_sample
+from megascale_lightning.client.starting import RanksTogether, start_runtime
 from megascale_lightning.client.states import SavedStates
 from megascale_lightning.config import LoaderConfig
 from megascale_lightning.errors import ConfigError
 from megascale_lightning.loading.showing import ShownSample
 from megascale_lightning.places.tree import ClientPlaceTree
 from megascale_lightning.rows import CollatedRows
-from megascale_lightning.runtime.port import BatchPort, Runtime
+from megascale_lightning.runtime.port import BatchPort
 from megascale_lightning.sources.functions import takes_rng
 from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.storage import FileInfo
@@ -91,9 +92,7 @@ class LoadingSession:
         self.config = config
         self.tree = tree or ClientPlaceTree.from_sizes()
         self.stall_timeout = _STALL_TIMEOUT_S
-        self._rank = rank
-        self._alone = broadcast is None
-        share = _Shared(broadcast or _same, leads=self._alone or rank == 0)
+        share = RanksTogether(rank, broadcast)
         streams = [name for name in config.streams() if kinds is None or name.split("/")[0] in kinds]
         self._manifests: Manifests = {}
 
@@ -113,7 +112,10 @@ class LoadingSession:
             # Every rank runs the roles itself, and all must mean the same files.
             self._manifests = share(lambda: self._manifests)
         self._states = SavedStates(config, self._specs, surveyed.digests, self.run, self.file_lists())
-        self._runtime = _start(config, self._specs, self._manifests, self.run, share)
+        self._started = start_runtime(
+            config, lambda: runtime_plan(config, self._specs, self._manifests, self.run), share
+        )
+        self._runtime = self._started.runtime
         self.port: BatchPort = self._runtime.port()
         self._numbers: Counter[tuple[str, int]] = Counter()
         self._users = 0
@@ -152,7 +154,7 @@ class LoadingSession:
         self.close()
 
     def close(self, barrier: Callable[[], None] | None = None) -> None:
-        """End what this process started: the other ranks first, then rank 0. A second call does nothing.
+        """End what this process started, in the order of `Started.close`. A second call does nothing.
 
         Args:
             barrier: Meets all ranks; None where they cannot meet (an exception) or there is one only.
@@ -162,13 +164,7 @@ class LoadingSession:
         self._closed = True
         if self._peers is not None:
             self._peers.close()
-        leads = self._alone or self._rank == 0
-        if not leads:
-            self._runtime.close()
-        if barrier is not None:
-            barrier()
-        if leads:
-            self._runtime.close()
+        self._started.close(barrier)
 
     def spec(self, stream: str) -> StreamSpec:
         """The resolved stream. Raises: ConfigError: There is none of this name."""
@@ -341,58 +337,3 @@ def _draws_globally(source: Source, form: str) -> bool:
     function = source.transform or source.transform_batched
     may_draw = form == "dataset" or (function is not None and not takes_rng(function))
     return may_draw and not source.thread_safe and source.executor != "processes"
-
-
-class _Shared:
-    """Makes something on the leading rank and hands it to all; an error there is raised on every rank."""
-
-    def __init__(self, broadcast: Callable[[Any], Any], *, leads: bool) -> None:
-        self._broadcast = broadcast
-        self.leads = leads
-
-    def __call__(self, make: Callable[[], T]) -> T:
-        made: Any = None
-        failed: Exception | None = None
-        if self.leads:
-            try:
-                made = make()
-            except Exception as error:
-                failed = error
-        made, failed = self._broadcast((made, failed))
-        if failed is not None:
-            raise failed
-        found: T = made
-        return found
-
-
-def _same(value: T) -> T:
-    return value
-
-
-def _start(
-    config: LoaderConfig,
-    specs: Mapping[str, StreamSpec],
-    manifests: Manifests,
-    run: str,
-    share: _Shared,
-) -> Runtime:
-    if config.runtime == "local":
-        from megascale_lightning.runtime.local import LocalRuntime
-
-        return LocalRuntime(runtime_plan(config, specs, manifests, run))
-    from megascale_lightning.runtime.ray_runtime import RayRuntime
-
-    runtime: RayRuntime | None = None
-
-    def start() -> Any:
-        nonlocal runtime
-        runtime = RayRuntime.start(
-            runtime_plan(config, specs, manifests, run),
-            address=config.ray_address,
-            ray_init=config.ray_init,
-            restart_timeout=config.restart_timeout,
-        )
-        return runtime.address()
-
-    address = share(start)
-    return runtime if runtime is not None else RayRuntime.connect(address)

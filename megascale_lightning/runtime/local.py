@@ -64,6 +64,10 @@ class LocalRuntime:
         """A port; all ports of a runtime are the same."""
         return LocalPort(self)
 
+    def end_roles(self) -> None:
+        """See `Runtime.end_roles`: there is nothing else here to end."""
+        self.close()
+
     def close(self) -> None:
         """Drop the roles; whoever waits gets a `RuntimeFailure`. A call that does not come back keeps its roles."""
         self._closed = True

@@ -58,6 +58,10 @@ class Runtime(Protocol):
         """The port of this process."""
         ...
 
+    def end_roles(self) -> None:
+        """End the roles where this process started them; nobody reads any more. What they ran in stays."""
+        ...
+
     def close(self) -> None:
         """End what this process started; a second call does nothing."""
         ...

@@ -17,6 +17,7 @@ from megascale_lightning.errors import ConfigError
 
 __all__ = [
     "EMBEDDED_SETTINGS",
+    "RUN_SETTINGS",
     "RayEnvironment",
     "available_cpus",
     "import_settings",
@@ -24,9 +25,7 @@ __all__ = [
     "token_settings",
 ]
 
-EMBEDDED_SETTINGS: Final[Mapping[str, str]] = {
-    # Binds all of Ray to 127.0.0.1.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+RUN_SETTINGS: Final[Mapping[str, str]] = {
     # Idle workers of 45 MB each that no actor of ours would use.
     "RAY_prestart_worker_first_driver": "0",
     # Stack traces on SIGTERM, which is a normal end.
@@ -39,7 +38,14 @@ EMBEDDED_SETTINGS: Final[Mapping[str, str]] = {
     # Notes of every call for a dashboard that is off; a process that leaves a dead Ray would wait 5 s to hand them in.
     "RAY_task_events_report_interval_ms": "0",
 }
-"""For a local Ray of our own. What the user has set stays."""
+"""For a Ray of our own. What the user has set stays."""
+
+EMBEDDED_SETTINGS: Final[Mapping[str, str]] = {
+    # Binds all of Ray to 127.0.0.1.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    **RUN_SETTINGS,
+}
+"""For one that serves a single machine."""
 
 _READ_AT_IMPORT: Final = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "ENABLE_RAY_CLUSTER",

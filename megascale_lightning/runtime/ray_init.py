@@ -17,11 +17,12 @@ from typing import Any, Final
 
 from megascale_lightning.runtime.ray_orphans import children, end_children
 
-__all__ = ["init_ray", "is_forked", "shut_down_ray"]
+__all__ = ["init_ray", "is_forked", "is_reachable", "shut_down_ray"]
 
 logger = logging.getLogger(__name__)
 
 _UNDO_S: Final = 5.0
+_ANSWER_S: Final = 2.0
 
 _used_by: int | None = None
 """The process in which we have connected to Ray."""
@@ -62,11 +63,12 @@ def is_forked() -> bool:
     return bool(worker.global_worker.connected) or multiprocessing.parent_process() is not None
 
 
-def shut_down_ray(raylet: str) -> bool:
-    """`ray.shutdown`, unless the raylet is dead: then Ray would end this process at once, before it can say why.
+def shut_down_ray(raylet: str, head: str = "") -> bool:
+    """`ray.shutdown`, unless Ray is dead: then it would end this process, before it can say why.
 
     Args:
         raylet: The raylet's socket; "" where it is not known.
+        head: host:port of a head that may be gone while the raylet is there, on another machine.
 
     Returns:
         False: this process stays connected to what is dead.
@@ -75,8 +77,8 @@ def shut_down_ray(raylet: str) -> bool:
 
     if not ray.is_initialized():
         return True
-    if not _answers(raylet):
-        logger.debug("the raylet at %s is gone: Ray is not shut down", raylet)
+    if not _answers(raylet) or (head and not is_reachable(head, _ANSWER_S)):
+        logger.debug("the raylet at %s, or its head, is gone: Ray is not shut down", raylet)
         return False
     if "wait_for_processes" in inspect.signature(ray.shutdown).parameters:
         ray.shutdown(wait_for_processes=True)
@@ -91,6 +93,15 @@ def _answers(raylet: str) -> bool:
     with suppress(OSError), socket.socket(socket.AF_UNIX) as knocking:
         knocking.settimeout(1.0)
         knocking.connect(raylet)
+        return True
+    return False
+
+
+def is_reachable(address: str, timeout_s: float) -> bool:
+    """Whether somebody listens at host:port."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, ValueError):
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
         return True
     return False
 

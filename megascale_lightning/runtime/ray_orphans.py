@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,12 +24,17 @@ class OrphanGuard:
     costs about a megabyte. Linux only: elsewhere it does nothing.
     """
 
-    def __init__(self) -> None:
-        """Guard the agents there are now: their raylet lives and dies with them, so they never change."""
-        agents = [agent for raylet in children(os.getpid(), "raylet") for agent in children(raylet)]
+    def __init__(self, doomed: Sequence[int] | None = None) -> None:
+        """Guard processes, groups of them where a number is negative.
+
+        Args:
+            doomed: None: the agents there are now. Their raylet lives and dies with them, so they never change.
+        """
+        if doomed is None:
+            doomed = [agent for raylet in children(os.getpid(), "raylet") for agent in children(raylet)]
         self._shell: subprocess.Popen[bytes] | None = None
-        if agents:
-            command = f"trap '' INT TERM HUP; read _; kill -KILL {' '.join(map(str, agents))} 2>/dev/null"
+        if doomed:
+            command = f"trap '' INT TERM HUP; read _; kill -s KILL -- {' '.join(map(str, doomed))} 2>/dev/null"
             with contextlib.suppress(OSError):
                 self._shell = subprocess.Popen(
                     ["/bin/sh", "-c", command], stdin=subprocess.PIPE, start_new_session=True, close_fds=True

@@ -19,6 +19,7 @@ from megascale_lightning.errors import MegaScaleWarning, RuntimeFailure
 from megascale_lightning.runtime.forks import check_process
 from megascale_lightning.runtime.plan import RoleRecipe, RuntimePlan, ToldPlanner
 from megascale_lightning.runtime.ray_environment import import_settings
+from megascale_lightning.runtime.ray_machines import Machine
 from megascale_lightning.runtime.ray_session import RayAddress, RaySession
 from megascale_lightning.types import BatchWindow, Change, LoaderState, NotYet
 
@@ -68,6 +69,7 @@ class RayRuntime:
         address: str | None = None,
         ray_init: Mapping[str, Any] | None = None,
         restart_timeout: float = 120.0,
+        num_constructors: int = 1,
     ) -> RayRuntime:
         """Find or start Ray and create all actors; they live as long as this process.
 
@@ -76,6 +78,7 @@ class RayRuntime:
             address: Ray cluster to join; None uses the initialised one, or RAY_ADDRESS, or starts a local Ray.
             ray_init: Further keywords of `ray.init`.
             restart_timeout: Seconds that a role may be away before calls on it fail.
+            num_constructors: Constructors on each machine.
 
         Raises:
             ConfigError: A setting is wrong, or Ray was imported too early.
@@ -83,40 +86,81 @@ class RayRuntime:
             Exception: Why a role cannot be made.
         """
         session = RaySession.start(address, ray_init)
-        supervisor = None
         try:
-            found = RayAddress(
-                address=session.address,
-                namespace=f"megascale-{plan.run}-{uuid.uuid4().hex[:8]}",
-                run=plan.run,
-                planner=plan.planner.name,
-                constructor=plan.constructor.name,
-                roles=tuple(recipe.name for recipe in plan.recipes()),
-                restart_timeout=restart_timeout,
-                token=session.token,
-                host=session.host,
+            nodes = {Machine.here().key: session.node_id}
+            return cls.start_in(
+                session, plan, nodes, restart_timeout=restart_timeout, num_constructors=num_constructors
             )
-            told = ToldPlanner(plan.planner)
-            supervisor = _supervise(plan, told, found, {} if session.is_local else import_settings())
-            supervisor.start(_START_TIMEOUT_S)
-            runtime = cls(session, found, supervisor, told)
-            _warn_of_torch(runtime.stats())
-            return runtime
         except BaseException:
-            if supervisor is not None:
-                supervisor.stop(1.0)
             session.release()
             raise
 
     @classmethod
-    def connect(cls, address: RayAddress) -> RayRuntime:
+    def start_in(
+        cls,
+        session: RaySession,
+        plan: RuntimePlan,
+        nodes: Mapping[str, str],
+        *,
+        restart_timeout: float,
+        num_constructors: int,
+    ) -> RayRuntime:
+        """Create all actors in a Ray that this process is connected to; the runtime releases the session.
+
+        Args:
+            session: The connection. If this fails, it is still the caller's.
+            plan: The roles.
+            nodes: Machine (its key) -> node of Ray, of all that have ranks, this one first: the constructors are there.
+            restart_timeout: Seconds that a role may be away before calls on it fail.
+            num_constructors: Constructors on each machine.
+
+        Raises:
+            RuntimeFailure: An actor does not start.
+            Exception: Why a role cannot be made.
+        """
+        cluster = session.cluster
+        constructors = {
+            machine: tuple(f"constructor/{index * num_constructors + number}" for number in range(num_constructors))
+            for index, machine in enumerate(nodes)
+        }
+        placed = {name: nodes[machine] for machine, names in constructors.items() for name in names}
+        others = (recipe.name for recipe in (*plan.loaders, plan.planner))
+        address = RayAddress(
+            address=cluster.address,
+            token=cluster.token,
+            host=cluster.host,
+            ours=cluster.ours,
+            namespace=f"megascale-{plan.run}-{uuid.uuid4().hex[:8]}",
+            run=plan.run,
+            planner=plan.planner.name,
+            constructors=constructors,
+            roles=(*others, *placed),
+            restart_timeout=restart_timeout,
+        )
+        told = ToldPlanner(plan.planner)
+        supervisor = _supervise(plan, told, address, placed, {} if cluster.ours else import_settings())
+        try:
+            supervisor.start(_START_TIMEOUT_S)
+            runtime = cls(session, address, supervisor, told)
+            _warn_of_torch(runtime.stats())
+            return runtime
+        except BaseException:
+            supervisor.stop(1.0)
+            raise
+
+    @classmethod
+    def connect(cls, address: RayAddress, ray_init: Mapping[str, Any] | None = None) -> RayRuntime:
         """Use the roles that another process started.
+
+        Args:
+            address: As its `address()` says.
+            ray_init: As for `start`: where several machines have their nodes in it, which address this one's has.
 
         Raises:
             RayUnreachableError: Its Ray does not answer, or refuses the token.
             RuntimeFailure: This process cannot reach it.
         """
-        return cls(RaySession.join(address), address)
+        return cls(RaySession.join(address, ray_init), address)
 
     def address(self) -> RayAddress:
         """What the other ranks need to `connect`; holds a secret."""
@@ -135,6 +179,11 @@ class RayRuntime:
         deaths = self._supervisor.stats() if self._supervisor is not None else {}
         return {name: {**self._caller.ask(name, "stats"), **deaths.get(name, {})} for name in self._address.roles}
 
+    def end_roles(self) -> None:
+        """End the actors, on the process that started them; Ray stays. No other rank reads any more."""
+        if self._supervisor is not None:
+            self._supervisor.stop()
+
     def close(self) -> None:
         """Leave; the process that started the run ends its actors, and the Ray that was started for it."""
         atexit.unregister(self._finalizer)
@@ -148,7 +197,9 @@ class RayPort:
         self._told = told
         self._pid = os.getpid()
         self._caller = caller
-        self._planner, self._constructor = address.planner, address.constructor
+        self._planner = address.planner
+        near = address.constructors.get(Machine.here().key)
+        self._constructors = near or next(iter(address.constructors.values()))
 
     def open(self, stream: str, generation: str, client: int, state: LoaderState | None) -> None:
         """See `BatchPort.open`."""
@@ -162,7 +213,8 @@ class RayPort:
         check_process(self._pid)
         begun = time.monotonic()
         args = (stream, generation, group, client, first_step, consumed)
-        answer: BatchWindow | NotYet = self._caller.ask(self._constructor, "fetch", args, 1.0)
+        target = self._constructors[group % len(self._constructors)]
+        answer: BatchWindow | NotYet = self._caller.ask(target, "fetch", args, 1.0)
         if isinstance(answer, NotYet) and time.monotonic() - begun < _HASTY_S:
             time.sleep(_HASTY_S)  # a role that has no room for the request: do not spin
         return detached(answer, _DETACH_BYTES)
@@ -170,7 +222,8 @@ class RayPort:
     def consumed(self, stream: str, generation: str, client: int, step: int) -> None:
         """See `BatchPort.consumed`."""
         check_process(self._pid)
-        self._caller.tell(self._constructor, "consumed", stream, generation, client, step)
+        for constructor in self._constructors:  # those that it has not asked do not know it
+            self._caller.tell(constructor, "consumed", stream, generation, client, step)
 
     def set_changes(self, stream: str, generation: str, changes: tuple[Change, ...]) -> None:
         """See `BatchPort.set_changes`."""
@@ -183,7 +236,7 @@ class RayPort:
     def close(self, stream: str, generation: str, client: int) -> None:
         """See `BatchPort.close`. A role that is away has forgotten the client by itself."""
         check_process(self._pid)
-        for target in (self._constructor, self._planner):
+        for target in (*self._constructors, self._planner):
             try:
                 self._caller(target, "close", (stream, generation, client))
             except RuntimeFailure as error:
@@ -214,8 +267,18 @@ def _warn_of_torch(stats: Mapping[str, Any]) -> None:
         )
 
 
-def _supervise(plan: RuntimePlan, told: ToldPlanner, address: RayAddress, imports: Mapping[str, str]) -> Any:
-    """The supervisor of the roles. `imports`: variables that their processes need to import this package."""
+def _supervise(
+    plan: RuntimePlan, told: ToldPlanner, address: RayAddress, placed: Mapping[str, str], imports: Mapping[str, str]
+) -> Any:
+    """The supervisor of the roles.
+
+    Args:
+        plan: The roles.
+        told: What the planner is made of.
+        address: Their names.
+        placed: Constructor -> the node of Ray that it is to be on; elsewhere only if that is gone.
+        imports: Variables that the processes need to import this package.
+    """
     import ray
     from ray import cloudpickle
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -234,9 +297,13 @@ def _supervise(plan: RuntimePlan, told: ToldPlanner, address: RayAddress, import
     loader = ray_actors.actor_class(ray_actors.LoaderActor)
     classes: dict[str, tuple[Any, Any]] = {recipe.name: (loader, "SPREAD") for recipe in plan.loaders}
     classes[plan.planner.name] = (ray_actors.actor_class(ray_actors.PlannerActor), here)
-    classes[plan.constructor.name] = (ray_actors.actor_class(ray_actors.ConstructorActor), here)
+    constructor = ray_actors.actor_class(ray_actors.ConstructorActor)
+    for name, node in placed.items():
+        classes[name] = (constructor, NodeAffinitySchedulingStrategy(node, soft=True))
     dumps: Any = cloudpickle.dumps
-    recipes = {recipe.name: _pickled(recipe, dumps) for recipe in plan.recipes()}
+    pinned = _node_resources(placed)
+    made = [*plan.loaders, *(replace(plan.constructor, name=name) for name in placed)]
+    recipes = {recipe.name: _pickled(recipe, dumps) for recipe in made}
 
     def spawn(name: str, failure: Exception | None) -> Any:
         actor, where = classes[name]
@@ -247,14 +314,29 @@ def _supervise(plan: RuntimePlan, told: ToldPlanner, address: RayAddress, import
             num_cpus=0,
             max_restarts=0,
             max_task_retries=0,
-            scheduling_strategy=where,
             enable_task_events=False,
+            **({"resources": pinned.pop(name)} if name in pinned else {"scheduling_strategy": where}),
             **({"runtime_env": {"env_vars": dict(imports)}} if imports else {}),
         )
-        made = _pickled(told.recipe(), dumps) if name == plan.planner.name else recipes[name]
-        return options.remote(name, dumps(failure) if failure else made, loading if actor is loader else wiring)
+        recipe = _pickled(told.recipe(), dumps) if name == plan.planner.name else recipes[name]
+        return options.remote(name, dumps(failure) if failure else recipe, loading if actor is loader else wiring)
 
     return Supervisor(address.roles, spawn)
+
+
+def _node_resources(placed: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Constructor -> a resource that its node alone has, where there are several; of those created first.
+
+    A node that has just joined is not known to all the others, and one that does not know it puts an actor that is only
+    to be near it elsewhere. For a resource it waits.
+    """
+    import ray
+
+    if len(set(placed.values())) == 1:
+        return {}
+    known: Any = ray.nodes
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in known()}
+    return {name: {f"node:{addresses[node]}": 0.001} for name, node in placed.items()}
 
 
 def _pickled(recipe: RoleRecipe, dumps: Any) -> bytes:

@@ -10,14 +10,22 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from megascale_lightning.errors import ConfigError, ForkError, MegaScaleWarning, RayUnreachableError, RuntimeFailure
+from megascale_lightning.errors import (
+    ConfigError,
+    ForkError,
+    MegaScaleError,
+    MegaScaleWarning,
+    RayUnreachableError,
+    RuntimeFailure,
+)
 from megascale_lightning.runtime.ray_environment import (
     EMBEDDED_SETTINGS,
+    RUN_SETTINGS,
     RayEnvironment,
     available_cpus,
     import_settings,
@@ -25,9 +33,11 @@ from megascale_lightning.runtime.ray_environment import (
     token_settings,
 )
 from megascale_lightning.runtime.ray_init import init_ray, is_forked, shut_down_ray
+from megascale_lightning.runtime.ray_machines import Machine
+from megascale_lightning.runtime.ray_node import RayNode, node_address
 from megascale_lightning.runtime.ray_orphans import OrphanGuard
 
-__all__ = ["RayAddress", "RaySession"]
+__all__ = ["RayAddress", "RayCluster", "RaySession"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,36 +74,46 @@ _OURS: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RayAddress:
-    """Where the roles of a run are: picklable, to be handed to the other ranks. Holds a secret, the `token`."""
+class RayCluster:
+    """Where a Ray is: picklable, to be handed to the other ranks. Holds a secret, the `token`."""
 
     address: str
-    """host:port of the Ray cluster."""
+    """host:port of its head."""
+    token: str | None = field(repr=False)
+    """None: the cluster has none, or every process finds it by itself."""
+    host: str
+    """Key of the machine that it alone listens on (see `Machine`); "" where other machines can reach it."""
+    ours: bool
+    """It was started for this run, which brings all of its nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayAddress(RayCluster):
+    """Where the roles of a run are: likewise."""
+
     namespace: str
     """Ray namespace of the run's actors."""
     run: str
     planner: str
-    constructor: str
+    constructors: Mapping[str, tuple[str, ...]]
+    """Key of a machine -> the constructors there, between which its groups are shared; rank 0's machine first."""
     roles: tuple[str, ...]
     restart_timeout: float
     """Seconds."""
-    token: str | None = field(repr=False)
-    """None: the cluster has none, or every process finds it by itself."""
-    host: str
-    """Name of the machine that Ray was started on for this run; "" for a cluster that was joined."""
 
 
 @dataclass(slots=True)
 class _Connection:
     pid: int
-    address: str
-    token: str | None
-    host: str
+    cluster: RayCluster
     initialised_by_us: bool
     environment: RayEnvironment
     raylet: str = ""
     """Socket of this machine's raylet, where we made the connection."""
     guard: OrphanGuard | None = None
+    """Where this process started the head."""
+    node: RayNode | None = None
+    """Where it brought a node."""
     users: int = 0
 
 
@@ -112,8 +132,19 @@ class RaySession:
         self._released = False
 
     @classmethod
-    def start(cls, address: str | None, ray_init: Mapping[str, Any] | None) -> RaySession:
-        """Use the initialised Ray, else join `address` (or RAY_ADDRESS), else start a local one.
+    def start(
+        cls,
+        address: str | None,
+        ray_init: Mapping[str, Any] | None,
+        head_address: Callable[[], str] | None = None,
+    ) -> RaySession:
+        """Use the initialised Ray, else join `address` (or RAY_ADDRESS), else start one.
+
+        Args:
+            address: An existing cluster.
+            ray_init: Further keywords of `ray.init`.
+            head_address: Gives the address that a Ray which is started listens at, for other machines; None: this
+                machine alone uses it.
 
         Raises:
             ConfigError: `ray_init` has keys that are not the user's, or Ray was imported too early.
@@ -133,57 +164,58 @@ class RaySession:
             connection = _existing(address)
             if connection is None:
                 if address is None or address == "local":
-                    connection = _start_local(options)
+                    connection = _start(options, head_address() if head_address is not None else "")
                 else:
-                    connection = _join(address, None, "", options)
+                    connection = _join(RayCluster(address=address, token=None, host="", ours=False), options)
             elif options:
                 _warn(f"ray_init {sorted(options)} has no effect: Ray is initialised already")
             return cls(_remember(connection))
 
     @classmethod
-    def join(cls, address: RayAddress) -> RaySession:
+    def join(
+        cls, cluster: RayCluster, ray_init: Mapping[str, Any] | None = None, *, bring_node: bool = False
+    ) -> RaySession:
         """Connect to the Ray that another rank runs its roles in.
+
+        Args:
+            cluster: That Ray.
+            ray_init: Keywords of `ray.init` that say how a node of a Ray of our own is to be.
+            bring_node: This machine has no node of it yet: start one, which ends when the session does.
 
         Raises:
             RayUnreachableError: It does not answer, or the token is not its own.
-            RuntimeFailure: This process is connected to another Ray.
+            RuntimeFailure: This process is connected to another Ray, or its node does not start.
         """
-        here = socket.gethostname()
-        if address.host and address.host != here:
+        here = Machine.here().key
+        if cluster.host and cluster.host != here:
+            there, here = (key.partition("/")[0] for key in (cluster.host, here))
             raise RuntimeFailure(
-                f"the run's local Ray listens on machine {address.host!r} alone, and this rank runs on {here!r}. For "
-                "several machines start Ray on each of them (`ray start`) and set ray_address or RAY_ADDRESS"
+                f"the run's local Ray listens on machine {there!r} alone, and this rank runs on {here!r}. For several "
+                "machines start Ray on each of them (`ray start`) and set ray_address or RAY_ADDRESS"
             )
         with _lock:
             connection = _existing(None)
             if connection is None:
-                connection = _join(address.address, address.token, address.host, {})
-            elif connection.address != address.address:
+                connection = _join(cluster, dict(ray_init or {}) if cluster.ours else {}, bring_node)
+            elif connection.cluster.address != cluster.address:
                 raise RuntimeFailure(
-                    f"this process is connected to the Ray at {connection.address}, the run's roles are in the one at "
-                    f"{address.address}: call ray.shutdown() first, or start the run in this process"
+                    f"this process is connected to the Ray at {connection.cluster.address}, the run's roles are in the "
+                    f"one at {cluster.address}: call ray.shutdown() first, or start the run in this process"
                 )
             return cls(_remember(connection))
 
     @property
-    def address(self) -> str:
-        """host:port of the cluster."""
-        return self._connection.address
+    def cluster(self) -> RayCluster:
+        """What another process needs to connect; holds a secret."""
+        return self._connection.cluster
 
     @property
-    def token(self) -> str | None:
-        """What another process needs to connect, a secret; None where we know of none."""
-        return self._connection.token
+    def node_id(self) -> str:
+        """Ray's name for the node that this process is connected to."""
+        import ray
 
-    @property
-    def host(self) -> str:
-        """Name of this machine where the Ray is local and ours, else ""."""
-        return self._connection.host
-
-    @property
-    def is_local(self) -> bool:
-        """The Ray was started by this process for its runs."""
-        return bool(self._connection.host) and self._connection.initialised_by_us
+        found: str = ray.get_runtime_context().get_node_id()
+        return found
 
     def release(self) -> None:
         """Leave; the last one disconnects, and ends a Ray that we started. A second call does nothing."""
@@ -195,14 +227,20 @@ class RaySession:
             self._connection.users -= 1
             if self._connection.users or self._connection is not _connection:
                 return
-            _connection = None
-            if self._connection.initialised_by_us:
-                if not shut_down_ray(self._connection.raylet):
-                    _lost = self._connection.address
-                    return
-                if self._connection.guard is not None:
-                    self._connection.guard.dismiss()
-                self._connection.environment.restore()
+            connection, _connection = self._connection, None
+            if not connection.initialised_by_us:
+                return
+            cluster = connection.cluster
+            elsewhere = connection.guard is None and not cluster.host
+            left = shut_down_ray(connection.raylet, cluster.address if elsewhere else "")
+            if connection.node is not None:
+                connection.node.end()
+            if not left:
+                _lost = cluster.address
+                return
+            if connection.guard is not None:
+                connection.guard.dismiss()
+            connection.environment.restore()
 
 
 def _existing(wanted: str | None) -> _Connection | None:
@@ -228,7 +266,8 @@ def _existing(wanted: str | None) -> _Connection | None:
     address = ray.get_runtime_context().gcs_address
     if wanted not in (None, "auto", "local", address):
         _warn(f"ray_address {wanted!r} has no effect: Ray is initialised already, at {address}")
-    return _Connection(os.getpid(), address, os.environ.get("RAY_AUTH_TOKEN"), "", False, RayEnvironment())
+    cluster = RayCluster(address=address, token=os.environ.get("RAY_AUTH_TOKEN"), host="", ours=False)
+    return _Connection(os.getpid(), cluster, False, RayEnvironment())
 
 
 def _remember(connection: _Connection) -> _Connection:
@@ -238,12 +277,14 @@ def _remember(connection: _Connection) -> _Connection:
     return connection
 
 
-def _start_local(options: dict[str, Any]) -> _Connection:
+def _start(options: dict[str, Any], head_address: str) -> _Connection:
     environment = RayEnvironment()
-    environment.set(EMBEDDED_SETTINGS)
+    environment.set(RUN_SETTINGS if head_address else EMBEDDED_SETTINGS)
     if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         environment.set(token_settings(os.environ.get("RAY_AUTH_TOKEN") or process_token()))
     settings = {"num_cpus": available_cpus(), "num_gpus": 0, "include_dashboard": False, **_temp_dir(), **options}
+    if head_address:
+        settings["_node_ip_address"] = head_address
     imports = RayEnvironment()
     imports.set(import_settings(), override=True)
     try:
@@ -254,36 +295,56 @@ def _start_local(options: dict[str, Any]) -> _Connection:
     finally:
         imports.restore()
     logger.info("started a local Ray at %s", address)
-    token, host = os.environ.get("RAY_AUTH_TOKEN"), socket.gethostname()
-    return _Connection(os.getpid(), address, token, host, True, environment, raylet, OrphanGuard())
+    host = "" if head_address else Machine.here().key
+    cluster = RayCluster(address=address, token=os.environ.get("RAY_AUTH_TOKEN"), host=host, ours=True)
+    return _Connection(os.getpid(), cluster, True, environment, raylet, OrphanGuard())
 
 
-def _join(address: str, token: str | None, host: str, options: dict[str, Any]) -> _Connection:
-    dropped = sorted(_START_ONLY & options.keys())
-    if dropped:
-        _warn(f"ray_init {dropped} has no effect: the Ray at {address} is running already")
+def _join(cluster: RayCluster, options: dict[str, Any], bring_node: bool = False) -> _Connection:
+    address, token = cluster.address, cluster.token
+    settings: dict[str, Any] = {}
+    if not cluster.ours:
+        settings = {key: value for key, value in options.items() if key not in _START_ONLY}
+        if dropped := sorted(options.keys() - settings.keys()):
+            _warn(f"ray_init {dropped} has no effect: the Ray at {address} is running already")
     environment = RayEnvironment()
-    if host:
-        environment.set(EMBEDDED_SETTINGS)
+    if cluster.ours:
+        environment.set(EMBEDDED_SETTINGS if cluster.host else RUN_SETTINGS)
     if token is not None:
         environment.set(token_settings(token), override=True)
+    node = None
     try:
         _knock(address)
-        found, raylet = init_ray(
-            address=address, **{key: value for key, value in options.items() if key not in _START_ONLY}
-        )
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        if cluster.ours and not cluster.host:
+            # Containers of one host may see each other's raylets.
+            settings["_node_ip_address"] = node_address(address, options)
+        if bring_node:
+            node = _bring_node(address, options)
+        found, raylet = init_ray(address=address, **settings)
+    except BaseException as error:
+        if node is not None:
+            node.end()
         environment.restore()
-        raise RayUnreachableError(_cannot_join(address, token, error)) from error
-    except BaseException:
-        environment.restore()
+        if isinstance(error, (OSError, RuntimeError, ValueError)) and not isinstance(error, MegaScaleError):
+            raise RayUnreachableError(_cannot_join(cluster, error)) from error
         raise
-    return _Connection(os.getpid(), found, os.environ.get("RAY_AUTH_TOKEN"), host, True, environment, raylet)
+    joined = replace(cluster, address=found, token=os.environ.get("RAY_AUTH_TOKEN"))
+    return _Connection(os.getpid(), joined, True, environment, raylet, node=node)
+
+
+def _bring_node(address: str, options: dict[str, Any]) -> RayNode:
+    imports = RayEnvironment()
+    imports.set(import_settings(), override=True)
+    try:
+        return RayNode(address, options)
+    finally:
+        imports.restore()
 
 
 def _knock(address: str) -> None:
     """Raise `ConnectionError` where nobody listens: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
+    host = host.strip("[]")
     if not port.isdigit():
         return
     if host in ("localhost", "127.0.0.1") and os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0":
@@ -302,16 +363,23 @@ def _knock(address: str) -> None:
         time.sleep(0.5)
 
 
-def _cannot_join(address: str, token: str | None, error: BaseException) -> str:
+def _cannot_join(cluster: RayCluster, error: BaseException) -> str:
     said = str(error).strip().splitlines() or [repr(error)]
+    if cluster.ours and not cluster.host:
+        return (
+            f"this machine, {socket.gethostname()!r}, cannot connect to the Ray of rank 0 at {cluster.address}: "
+            f"{said[0]}. Ray takes free TCP ports on every machine of the run: let these through between the machines "
+            "(ray_init={'_node_ip_address': ...} chooses another network, RAY_GCS_SERVER_PORT on rank 0 the port of "
+            "its head), or start Ray yourself with the ports that are open and set RAY_ADDRESS"
+        )
     known = (
         "with the run's token"
-        if token is not None
+        if cluster.token is not None
         else f"with RAY_AUTH_MODE={os.environ.get('RAY_AUTH_MODE', '(unset)')}"
     )
     return (
-        f"cannot connect to the Ray at {address} ({known}): {said[0]}. Check that it runs, that this machine runs a "
-        "node of it, that the versions of Ray and Python are the same, and that the token is its own "
+        f"cannot connect to the Ray at {cluster.address} ({known}): {said[0]}. Check that it runs, that this machine "
+        "runs a node of it, that the versions of Ray and Python are the same, and that the token is its own "
         "(RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or ~/.ray/auth_token)"
     )
 

@@ -204,6 +204,27 @@ def test_two_runs_of_one_process_share_its_ray(ray_runtime: RayRuntime) -> None:
         second.stats()
 
 
+def test_groups_are_shared_between_constructors(ray_runtime: RayRuntime) -> None:
+    pair = RayRuntime.start(fake_plan("pair"), num_constructors=2)
+    port = pair.port()
+    for client in (0, 1):
+        port.open("train", "g", client, None)
+    for group in (0, 1):
+        np.testing.assert_array_equal(numbers(fetch(port, 0, group, group)), expected(0, group, 2))
+    before = pair.stats()
+    assert [before[f"constructor/{number}"]["shared"] for number in (0, 1)] == [1, 1]
+    os.kill(before["constructor/1"]["pid"], signal.SIGKILL)
+    for first in (4, 8, 12):
+        for group in (0, 1):
+            window = fetch(port, first, group, group)
+            np.testing.assert_array_equal(numbers(window), expected(first, group, 2))
+    assert pair.stats()["constructor/1"]["pid"] != before["constructor/1"]["pid"]
+    for client in (0, 1):
+        port.consumed("train", "g", client, 15)
+    until(lambda: [pair.stats()[f"constructor/{number}"]["shared"] for number in (0, 1)] == [0, 0])
+    pair.close()
+
+
 def unmakeable(**_: Any) -> FakeLoader:
     raise DataError("source 'web': no file matches data/*.parquet")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megascale_lightning.errors import RayUnreachableError
+from megascale_lightning.runtime import ray_session
+from megascale_lightning.runtime.ray_session import RayCluster, RaySession
 from tests.integrations.processes import opened_files
 from tests.runtime.fakes import expected
 
@@ -119,6 +123,20 @@ def test_an_address_where_nobody_listens(scenario: Callable[..., Any], tmp_path:
     assert said["error"] == "RayUnreachableError"
     assert "nobody listens" in said["message"]
     assert said["took"] < 40
+
+
+def test_a_machine_that_does_not_reach_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said names the address, and what to open."""
+    monkeypatch.setattr(ray_session, "_KNOCK_S", 0.1)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        cluster = RayCluster(address=address, token="0" * 64, host="", ours=True)
+        with pytest.raises(RayUnreachableError, match=f"rank 0 at {address}: nobody listens") as caught:
+            RaySession.join(cluster, bring_node=True)
+    assert socket.gethostname() in str(caught.value)
+    assert "let these through between the machines" in str(caught.value)
+    assert "RAY_AUTH_TOKEN" not in os.environ
 
 
 def test_ray_may_be_imported_before_and_initialised_by_the_user(scenario: Callable[..., Any]) -> None:

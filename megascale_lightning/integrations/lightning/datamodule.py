@@ -57,6 +57,7 @@ class MegaScaleDataModule(Positioned):
         seed: Seed of every permutation and of the transforms.
         runtime: Where the roles run: in Ray actors, or all in this process (notebooks, debuggers).
         num_loaders: Source loader actors; None chooses.
+        num_constructors: Data constructor actors on each machine that has ranks.
         prefetch_steps: Steps that may be planned and built ahead of the slowest rank; None chooses. 0 counts as 1,
             since the trainer itself fetches a batch ahead.
         plan_window: Steps moved by one call; None chooses.
@@ -103,6 +104,7 @@ class MegaScaleDataModule(Positioned):
         seed: int = 0,
         runtime: Literal["ray", "local"] = "ray",
         num_loaders: int | None = None,
+        num_constructors: int = 1,
         prefetch_steps: int | None = None,
         plan_window: int | None = None,
         mixture_lead_steps: int = 32,
@@ -136,6 +138,7 @@ class MegaScaleDataModule(Positioned):
             seed=seed,
             runtime=runtime,
             num_loaders=num_loaders,
+            num_constructors=num_constructors,
             # With none ahead, the batch that the trainer prefetches would wait for the one it is a successor of.
             prefetch_steps=1 if prefetch_steps == 0 else prefetch_steps,
             plan_window=plan_window,

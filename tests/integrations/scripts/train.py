@@ -89,6 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--micro", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--size", type=int)
@@ -115,6 +116,7 @@ def make_trainer(arguments: argparse.Namespace, folder: Path, steps: int) -> L.T
         accelerator="cpu",
         strategy=arguments.strategy,
         devices=arguments.devices,
+        num_nodes=arguments.nodes,
         accumulate_grad_batches=arguments.accumulate,
         max_steps=steps,
         max_epochs=arguments.epochs,
