@@ -21,7 +21,8 @@ from tokenize_corpus import FORMATS, write_corpus
 
 __all__ = ["main"]
 
-LOADERS = ("bare", "dataloader", "megascale")
+LOADERS = ("bare", "megascale", "dataloader")
+"""In the order of a round: what is compared to within a tenth is measured side by side."""
 WORKERS = 2
 """Threads that encode: of the library in `bare`, of ours, and the DataLoader's workers with one each."""
 
