@@ -14,7 +14,10 @@ AXES = ("pp", "dp", "cp", "tp")
 
 
 def own_group(layout: np.ndarray[Any, Any], axis: str) -> Any:
-    """This rank's group along an axis of [pp, dp, cp, tp]; every rank makes all of them, as torch demands."""
+    """This rank's group along an axis of [pp, dp, cp, tp]; every rank makes all of them, as torch demands.
+
+    Torch sorts the ranks of a group, so they must ascend along every axis.
+    """
     own = None
     for ranks in np.moveaxis(layout, AXES.index(axis), -1).reshape(-1, layout.shape[AXES.index(axis)]).tolist():
         group = distributed.new_group(ranks)

@@ -143,6 +143,12 @@ class TestContradictions:
         assert "ClientPlaceTree: 8 ranks = dp 2 x tp 4\n" in str(caught.value)
         assert str(own) in str(caught.value)
 
+    @pytest.mark.parametrize("axis", ["pp", "cp", "tp"])
+    def test_along_every_axis(self, axis: str) -> None:
+        strategy = SimpleNamespace(device_mesh=mesh(2, 4, names=(axis, "dp")))
+        with pytest.raises(ConfigError, match="ranks 0 and 4 are in one data-parallel group"):
+            tree_of_trainer(trainer(strategy, world_size=8), ClientPlaceTree.from_sizes(dp=8))
+
     def test_the_same_sizes_in_another_layout(self) -> None:
         own = ClientPlaceTree.from_ranks(np.arange(8).reshape(4, 2), ("tp", "dp"))
         with pytest.raises(ConfigError, match=r"ranks 0 and 1 are in one data-parallel group"):

@@ -126,6 +126,13 @@ class TestFrameworks:
             assert joined.mesh.shape == (2, 4, 2)
             assert ClientPlaceTree.from_device_mesh(joined) == ClientPlaceTree.from_sizes(dp=4, cp=2, tp=2)
 
+    def test_dimensions_of_one_rank_say_nothing(self) -> None:
+        """More dimensions than the mesh of all ranks has, and less in them."""
+        with pretended_world(4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+            joined = mesh._flatten("fsdp")._unflatten(0, (1, 1, 4), ("pp", "dp_replicate", "fsdp"))
+            assert ClientPlaceTree.from_device_mesh(joined) == ClientPlaceTree.from_sizes(dp=2, cp=2)
+
     def test_torchtitan(self) -> None:
         """The mesh of all ranks is a line; that of the data is unflattened from it."""
         for name in ("unnamed", "world", "dp"):

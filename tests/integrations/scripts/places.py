@@ -31,7 +31,7 @@ WORLD = 4
 LAYOUTS = {
     "megatron pp2 tp2": np.arange(4).reshape(2, 1, 1, 2),
     "megatron dp2 cp2, cp outside": np.array([0, 2, 1, 3]).reshape(1, 2, 2, 1),
-    "megatron dp2 tp2, scattered": np.array([3, 0, 1, 2]).reshape(1, 2, 1, 2),
+    "megatron dp2 tp2, tp outside": np.array([0, 2, 1, 3]).reshape(1, 2, 1, 2),
     "megatron dp4": np.arange(4).reshape(1, 4, 1, 1),
 }
 
