@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::megascale_lightning.errors.MegaScaleWarning"),
 ]
 
-TREE = ClientPlaceTree.from_sizes(pp=2, tp=2)
+TREE = ClientPlaceTree.from_sizes(cp=2, tp=2)
 WINDOW = 2
 
 
@@ -125,7 +125,9 @@ def test_each_window_is_fetched_once_for_all(mixed: Corpus, peers: Callable[...,
         assert world.state() == without_run(step.state)  # type: ignore[arg-type]
     assert world.take(batches) == []
     assert {loader.certificate for loader in world.loaders} == {expected[-1].certificate}
-    assert len({len(loader.last_reports) for loader in world.loaders}) == 1
+    reports = [report for loader in world.loaders for report in loader.last_reports]
+    assert len(reports) == 4 * len(expected)
+    assert all(report.group_costs.base is None for report in reports), "a view would keep its window in memory"
     assert world.fetches() == -(-len(expected) // WINDOW)
 
 
