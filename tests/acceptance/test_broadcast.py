@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from megascale_lightning import ClientPlaceTree, CollatedRows, LoaderConfig, PackedRows, PaddedRows, Source
+from megascale_lightning import (
+    ClientPlaceTree,
+    CollatedRows,
+    LoaderConfig,
+    MegaScaleLoader,
+    PackedRows,
+    PaddedRows,
+    Source,
+)
 
 from . import broadcast_child
-from .broadcast_child import Seen, at_tp, at_tp_and_cp, at_tp_and_pp
+from .broadcast_child import Seen, at_tp, at_tp_and_cp, at_tp_and_pp, take
 from .conftest import SEQ_LEN
 from .data import Corpus
-from .harness import World, check_microbatch, without_run
+from .harness import World, check_microbatch
 
 pytestmark = [
     pytest.mark.ddp,
@@ -65,20 +74,29 @@ def run_job(
     return [None if rank in lost else pickle.loads((folder / f"rank{rank}.pkl").read_bytes()) for rank in tree.ranks]
 
 
-def alone(config: LoaderConfig, *, stream: str = "train", accumulate: int | None = None) -> list[Seen]:
-    """What two data-parallel ranks get without peers, without Ray and without broadcasts: by group."""
+def alone(
+    config: LoaderConfig, tree: ClientPlaceTree, *, stream: str = "train", epochs: int = 1, passes: bool = False
+) -> list[Seen]:
+    """What each rank gets where all are in one process: without Ray, and without broadcasts."""
     local = LoaderConfig(**{**config.__dict__, "runtime": "local", "strategy": None})
-    found: list[Seen] = [[], []]
-    with World(local, 2, accumulate, stream=stream, keep_states=True) as world:
-        while step := world.step():
-            assert step.state is not None
-            for group, got in enumerate(step.ranks):
-                found[group] += [(mb, without_run(step.state)) for mb in got]
+    found: list[Seen] = [[] for _ in tree.ranks]
+    with ExitStack() as stack:
+        loaders = [
+            stack.enter_context(MegaScaleLoader(local, tree, rank, stream, passes=passes)) for rank in tree.ranks
+        ]
+        for _ in range(epochs):
+            iterators = [iter(loader) for loader in loaders]
+            while True:
+                got = [take(*pair, 1) for pair in zip(loaders, iterators, strict=True)]
+                if not any(got):
+                    break
+                for seen, one in zip(found, got, strict=True):
+                    seen += one
     return found
 
 
-def assert_same(seen: Seen, expected: Seen, *, states: bool = True) -> None:
-    """The same microbatches, bit for bit, and the same state whenever a step was over."""
+def assert_same(seen: Seen, expected: Seen) -> None:
+    """The same microbatches, bit for bit, and the same state behind each."""
     assert [(mb.info.step, mb.info.microbatch) for mb, _ in seen] == [
         (mb.info.step, mb.info.microbatch) for mb, _ in expected
     ]
@@ -94,8 +112,7 @@ def assert_same(seen: Seen, expected: Seen, *, states: bool = True) -> None:
         for name in ("num_loss_tokens", "step_loss_tokens", "is_last_in_step", "is_last_in_stream", "is_last_in_pass"):
             assert getattr(mine.info, name) == getattr(its.info, name)
         assert np.array_equal(mine.info.row_weights, its.info.row_weights)
-        if states and mine.info.is_last_in_step:
-            assert state == other
+        assert state == other
 
 
 @pytest.mark.parametrize(
@@ -116,21 +133,21 @@ def test_every_rank_has_what_the_plan_says(
 ) -> None:
     """Streams, states, an evaluation in between, breaks and a resume; and each group fetches each window once."""
     config = config_for(with_fields, strategy)
-    expected, held = alone(config), alone(config, stream="val/0")
+    expected, held = alone(config, tree), alone(config, tree, stream="val/0")
     found = run_job(tmp_path, "deliver", tree, config)
     num_steps = expected[0][-1][0].info.step + 1
     assert num_steps > 3 * WINDOW
     for rank, seen in enumerate(found):
-        group = tree.data_group(rank)
-        assert_same(seen["whole"], expected[group])
+        assert_same(seen["whole"], expected[rank])
         for mb, _ in seen["whole"]:
-            check_microbatch(with_fields, mb, config)
+            if tree.size("pp") == 1:
+                check_microbatch(with_fields, mb, config)
         broken_off, evaluated = seen["evaluated"]
-        assert_same(broken_off, held[group][:1], states=False)
-        assert_same(evaluated, held[group])
+        assert_same(broken_off, held[rank][:1])
+        assert_same(evaluated, held[rank])
         # The state was saved behind the 7th microbatch, inside the 4th step, which is given again.
-        assert_same(seen["resumed"], expected[group][6:])
-        assert seen["certificate"] == expected[group][-1][1]["certificate"]
+        assert_same(seen["resumed"], expected[rank][6:])
+        assert seen["certificate"] == expected[rank][-1][1]["certificate"]
         assert seen["reports"] == found[0]["reports"] > 0
     windows = -(-num_steps // WINDOW)
     evaluation = held[0][-1][0].info.step + 1
@@ -155,26 +172,21 @@ def test_changes_of_the_mixture_and_passes(mixed: Corpus, tmp_path: Path) -> Non
     with World(local, 2) as world:
         for loader in world.loaders:
             loader.set_mixture({"web": 3.0}, at_step=8)
-        mixed_steps = world.steps(12)
-    with World(local, 2, passes=True) as world:
-        passes = []
-        for _ in range(2):
-            passes.append(world.steps())
-            world.reiterate()
+        changed = world.steps(12)[-1].certificate
+    passes = alone(config, tree, epochs=2, passes=True)
     assert found[0]["step"] == 8
     for rank, seen in enumerate(found):
-        assert seen["mixed"] == mixed_steps[-1].certificate
-        for mine, its in zip(seen["passes"], passes, strict=True):
-            group = tree.data_group(rank)
-            assert_same(mine, [(mb, {}) for step in its for mb in step.ranks[group]], states=False)
-        assert seen["certificate"] == passes[-1][-1].certificate
+        assert seen["mixed"] == changed
+        assert all(seen["passes"])
+        assert_same([*seen["passes"][0], *seen["passes"][1]], passes[rank])
+        assert seen["certificate"] == passes[0][-1][1]["certificate"]
 
 
 def test_the_groups_of_the_mesh_are_used(mixed: Corpus, tmp_path: Path) -> None:
     config = config_for(mixed, at_tp, rows=PaddedRows(3 * SEQ_LEN, 2), val_sources=())
-    expected = alone(config)
+    expected = alone(config, FOUR)
     for rank, seen in enumerate(run_job(tmp_path, "mesh", FOUR, config)):
-        assert_same(seen["whole"], expected[FOUR.data_group(rank)][:12])
+        assert_same(seen["whole"], expected[rank][:12])
         assert seen["made"] == 0
         assert seen["total"] == 2.0
         assert seen["refused"][0] == "ConfigError"
