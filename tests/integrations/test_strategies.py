@@ -143,7 +143,7 @@ def test_of_ranks_that_share_batches_one_may_fetch_for_all(two: list[Found], sce
     name, strategy, reads_steps = LIVES[scene]
     fetches = [rank[scene]["whole"]["fetches"] for rank in two]
     assert fetches[0] > 0
-    assert fetches[1] == (0 if strategy == "tp2-shared" else fetches[0])
+    assert (fetches[1] == 0) == (strategy == "tp2-shared")
     plain = next((other for other, life in LIVES.items() if life == (name, "tp2", reads_steps)), None)
     if plain is not None:
         for rank in two:
