@@ -107,7 +107,7 @@ def change(job: Job) -> dict[str, Any]:
         loader = job.loader(stack, job.session(stack))
         found["step"] = loader.set_mixture({"web": 3.0}, at_step=8)
         for batch in loader:
-            if batch["megascale"].step == 11:
+            if batch["megascale"].step == 11 and batch["megascale"].is_last_in_step:
                 break
         found["mixed"] = loader.certificate
     with ExitStack() as stack:
