@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megascale_lightning import ClientPlaceTree, LoaderConfig, MegaScaleLoader, PackedRows
+from megascale_lightning.client.peers import PeerGroup
 from megascale_lightning.client.session import LoadingSession
 from tests.client.test_broadcasting import Ranks
 
@@ -21,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::megascale_lightning.errors.MegaScaleWarning"),
 ]
 
-TREE = ClientPlaceTree.from_sizes(pp=2, tp=2)
+TREE = ClientPlaceTree.from_sizes(cp=2, tp=2)
 WINDOW = 2
 
 
@@ -125,7 +128,9 @@ def test_each_window_is_fetched_once_for_all(mixed: Corpus, peers: Callable[...,
         assert world.state() == without_run(step.state)  # type: ignore[arg-type]
     assert world.take(batches) == []
     assert {loader.certificate for loader in world.loaders} == {expected[-1].certificate}
-    assert len({len(loader.last_reports) for loader in world.loaders}) == 1
+    reports = [report for loader in world.loaders for report in loader.last_reports]
+    assert len(reports) == 4 * len(expected)
+    assert all(report.group_costs.base is None for report in reports), "a view would keep its window in memory"
     assert world.fetches() == -(-len(expected) // WINDOW)
 
 
@@ -179,3 +184,57 @@ def test_passes_and_changes(mixed: Corpus, peers: Callable[..., Peers]) -> None:
     shared = peers(config)
     assert [loader.set_mixture({"web": 3.0}, at_step=8) for loader in shared.loaders] == [8, None, None, None]
     assert same(shared.take([iter(loader) for loader in shared.loaders], len(changed)), changed)
+
+
+@pytest.mark.parametrize(
+    ("tree", "axes"),
+    [
+        pytest.param(ClientPlaceTree.from_sizes(pp=2, dp=2, tp=2), ("pp", "tp"), id="PP2 x DP2 x TP2"),
+        pytest.param(
+            ClientPlaceTree.from_ranks(np.arange(8).reshape(2, 2, 2)[:, ::-1], ("cp", "tp", "dp")),
+            ("cp", "tp"),
+            id="DP2 x CP2 x TP2, permuted",
+        ),
+    ],
+)
+def test_every_place_gets_its_part_of_what_one_rank_fetched(
+    with_fields: Corpus, tree: ClientPlaceTree, axes: tuple[str, ...]
+) -> None:
+    rows = PackedRows(SEQ_LEN, 2, pack_ahead=16, token_fields=("loss_mask",), shift_labels=True, pad_documents_to=4)
+    config = config_for(with_fields, rows=rows, global_batch_size=8, context_parallel="head_tail")
+    expected = places(LoadingSession(config, tree=tree), tree, lambda rank: None)
+    jobs = {ranks: Ranks(len(ranks)) for ranks in dict.fromkeys(tree.peers(rank, axes) for rank in tree.ranks)}
+    assert [len(ranks) for ranks in jobs] == [4, 4]
+
+    def peers_of(rank: int) -> PeerGroup:
+        ranks = tree.peers(rank, axes)
+        return PeerGroup(ranks, rank, jobs[ranks].groups[ranks.index(rank)]._broadcast)
+
+    groups = {rank: peers_of(rank) for rank in tree.ranks}
+    session = LoadingSession(config, tree=tree)
+    found = places(session, tree, groups.__getitem__)
+    for rank in tree.ranks:
+        assert same(found[rank][0], expected[rank][0])
+        assert found[rank][1] == expected[rank][1]
+    kinds = {tuple(sorted(found[rank][0][0].tensors)) for rank in tree.ranks}
+    assert len(kinds) == tree.size("pp"), "stages have fields of their own"
+    for job in jobs.values():
+        job.close()
+
+
+def places(
+    session: LoadingSession, tree: ClientPlaceTree, peers_of: Callable[[int], PeerGroup | None]
+) -> list[tuple[list[Microbatch], Any]]:
+    """All microbatches of each rank, and its last state; with peers, one fetch of each window for each group."""
+    session.peers = peers_of  # type: ignore[method-assign]
+    loaders = [MegaScaleLoader(session.config, tree, rank, session=session) for rank in tree.ranks]
+    with ThreadPoolExecutor(tree.world_size) as pool:
+        batches = list(pool.map(lambda loader: [microbatch(batch) for batch in loader], loaders))
+    windows = -(-(batches[0][-1].info.step + 1) // WINDOW)
+    fetches = session.stats()["constructor/0"]["role"]["fetches"]
+    assert fetches == windows * (tree.num_groups if peers_of(0) else tree.world_size)
+    states = [without_run(json.loads(json.dumps(loader.state_dict()))) for loader in loaders]
+    for loader in loaders:
+        loader.close()
+    session.close()
+    return list(zip(batches, states, strict=True))

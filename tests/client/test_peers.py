@@ -103,11 +103,13 @@ def test_every_process_makes_the_same_groups_in_the_same_order(process: Any) -> 
 
 
 def test_a_permuted_layout_is_fetched_by_its_first_place(process: Any) -> None:
-    process(0, 4)
+    distributed = process(0, 4)
     group = find_peers(ClientPlaceTree.from_ranks([[3, 2], [1, 0]], ("dp", "tp")), ("tp",))
     assert group is not None
     assert group.ranks == (1, 0)
     assert group.fetcher == 1
+    group.begin(torch.zeros(1))
+    assert distributed.sent == [(1, "new [0, 1]", "cpu")]
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,19 @@ def test_ranks_of_one_place_share_batches_and_others_do_not(two: list[Found], sc
     assert not first & second
 
 
+@pytest.mark.parametrize("scene", [scene for scene in LIVES if LIVES[scene][1].startswith("tp2")])
+def test_of_ranks_that_share_batches_one_may_fetch_for_all(two: list[Found], scene: str) -> None:
+    """`broadcast_at`, over the groups of the strategy's own mesh: no batch, state or save is another for it."""
+    name, strategy, reads_steps = LIVES[scene]
+    fetches = [rank[scene]["whole"]["fetches"] for rank in two]
+    assert fetches[0] > 0
+    assert (fetches[1] == 0) == (strategy == "tp2-shared")
+    plain = next((other for other, life in LIVES.items() if life == (name, "tp2", reads_steps)), None)
+    if plain is not None:
+        for rank in two:
+            assert rank[scene]["whole"] | {"fetches": 0} == rank[plain]["whole"] | {"fetches": 0}
+
+
 def pieces_of(run: Found) -> list[list[Any]]:
     return [piece for line in run["lines"] for row in line["ids"] for piece in row]
 

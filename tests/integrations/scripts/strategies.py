@@ -28,7 +28,14 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
     parallelize_module,
 )
 
-from megascale_lightning import CollatedRows, MegaScaleDataModule, Source, StateError  # noqa: E402
+from megascale_lightning import (  # noqa: E402
+    Balanced,
+    CollatedRows,
+    DGraph,
+    MegaScaleDataModule,
+    Source,
+    StateError,
+)
 from tests.integrations.corpora import held_out, real_data  # noqa: E402
 
 WIDTH = 4
@@ -46,6 +53,7 @@ class ShardedOnCpu(FSDPStrategy):
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "dp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     "tp2": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
+    "tp2-shared": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),
     "one": lambda: ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1),
     "file": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
     "fsdp": lambda: ShardedOnCpu(state_dict_type="sharded"),
@@ -53,8 +61,13 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "hybrid": lambda: ShardedOnCpu(sharding_strategy="HYBRID_SHARD", device_mesh=init_device_mesh("cpu", (1, 2))),
     "plain": lambda: "auto",
 }
-GROUPS = {"tp2": 1, "one": 1, "plain": 1}
+GROUPS = {"tp2": 1, "tp2-shared": 1, "one": 1, "plain": 1}
 """Strategy -> data-parallel size, where it is not 2."""
+
+
+def fetched_once(graph: DGraph) -> DGraph:
+    """Of `tp2-shared`: rank 0 fetches for both."""
+    return Balanced()(graph).broadcast_at("tp")
 
 
 class Model(L.LightningModule):
@@ -67,6 +80,7 @@ class Model(L.LightningModule):
         self.lines: list[dict[str, Any]] = []
         self.events: list[tuple[str, int]] = []
         self.asked_early = False
+        self.fetches = -1
         self._count = 0
 
     def configure_model(self) -> None:
@@ -112,6 +126,11 @@ class Model(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.events.append(("ends", self.trainer.current_epoch))
+
+    def on_train_end(self) -> None:
+        # The roles of this very process, which only its own loader asks.
+        stats = self.trainer.datamodule._session.stats()  # type: ignore[attr-defined]
+        self.fetches = stats["constructor/0"]["role"]["fetches"]
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -201,6 +220,7 @@ class Bench:
             "lines": model.lines,
             "events": model.events,
             "asked_early": model.asked_early,
+            "fetches": model.fetches,
             "certificate": data.certificate,
             "end": [data.next_step, trainer.global_step, trainer.current_epoch],
             "groups": data.position()["trainer"]["num_groups"],
@@ -224,10 +244,11 @@ def life(bench: Bench, name: str, strategy: str, *, reads_steps: bool) -> dict[s
     """Run to the end, and again from each save, with the same settings."""
     settings = dict(LIFE[name])
     kind, step = settings.pop("data"), settings.pop("step", None)
+    more = {"strategy": fetched_once} if strategy == "tp2-shared" else {}
     saver = Saver(bench.out / f"{name}-{strategy}-{reads_steps}", step)
-    whole = bench.fit(strategy, bench.data(kind), saver=saver, reads_steps=reads_steps, **settings)
+    whole = bench.fit(strategy, bench.data(kind, **more), saver=saver, reads_steps=reads_steps, **settings)
     again = {
-        save: bench.fit(strategy, bench.data(kind), ckpt=path, reads_steps=reads_steps, **settings)
+        save: bench.fit(strategy, bench.data(kind, **more), ckpt=path, reads_steps=reads_steps, **settings)
         for save, path in saver.saved.items()
     }
     return {"whole": whole, "again": again}
@@ -302,6 +323,8 @@ def _lives() -> dict[str, tuple[str, str, bool]]:
         ("passes-accumulated", "dp2", True),
         ("collated", "dp2", True),
         ("collated", "tp2", True),
+        ("passes", "tp2-shared", False),
+        ("collated", "tp2-shared", True),
         ("collated", "fsdp-file", True),
         ("collated-sized", "fsdp", True),
         ("collated-sized", "file", True),
