@@ -127,17 +127,21 @@ class RoleHost:
             self._inbox.put(request)
 
     def _run(self) -> None:
-        while True:
-            messages = self._receive()
-            for message in messages:
-                if message is None:
-                    self._fail_parked(RuntimeFailure(f"role {self._name!r} was stopped while a request waited for it"))
-                    return
-                self._handle(message)
-            if messages:
-                self._retry_parked()
-                self._issue_calls()
+        # What came is gone with the call that handles it: a host that waits keeps no payload alive.
+        while self._handle_all(self._receive()):
             self._expire_parked()
+
+    def _handle_all(self, messages: list[_Request | _Result | None]) -> bool:
+        """Handle what came; False once the host is to end."""
+        for message in messages:
+            if message is None:
+                self._fail_parked(RuntimeFailure(f"role {self._name!r} was stopped while a request waited for it"))
+                return False
+            self._handle(message)
+        if messages:
+            self._retry_parked()
+            self._issue_calls()
+        return True
 
     def _receive(self) -> list[_Request | _Result | None]:
         """All messages there are; waits for the first one until a parked request runs out of time."""

@@ -188,3 +188,24 @@ def test_nothing_keeps_an_answer_alive() -> None:
     gc.collect()
     until(lambda: found() is None)
     host.stop()
+
+
+def test_a_host_that_waits_keeps_nothing_of_what_a_call_brought() -> None:
+    class Payload:
+        pass
+
+    class Dropping(Asking):
+        def answered(self, call: Any, result: Any) -> None:
+            self.known[call.args[0]] = "dropped"
+
+    brought: list[weakref.ref[Payload]] = []
+
+    def bring(*_: Any) -> Payload:
+        payload = Payload()
+        brought.append(weakref.ref(payload))
+        return payload
+
+    host = RoleHost(Dropping(), caller=bring)
+    assert host.request("get", "a", wait_s=LONG) == "dropped"
+    until(lambda: brought[0]() is None)
+    host.stop()
