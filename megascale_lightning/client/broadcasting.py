@@ -86,7 +86,7 @@ class WindowLink:
 
         Raises:
             RuntimeFailure: A peer cannot be reached.
-            StreamError: The window holds what cannot be pickled.
+            StreamError: The window holds what cannot be sent.
         """
         if window is None:
             self._message(_Kind.END, None, still_wanted)
@@ -95,8 +95,8 @@ class WindowLink:
             flat = self._flattener.flatten(window)
         except Exception as error:
             raise StreamError(
-                f"a batch cannot be handed to the peers of rank {self._peers.rank} (broadcast_at): a field of the "
-                f"samples holds what does not pickle: {type(error).__name__}: {error}"
+                f"a batch cannot be handed to the peers of rank {self._peers.rank} (broadcast_at); is "
+                f"there a field of the samples that does not pickle? {type(error).__name__}: {error}"
             ) from error
         self._message(_Kind.WINDOW, flat, still_wanted)
 

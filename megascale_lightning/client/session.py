@@ -108,13 +108,17 @@ class LoadingSession:
         self._surveyed = surveyed
         # The same of all streams.
         self._peers = find_peers(self.tree, next((spec.broadcast for spec in self._specs.values()), ()), mesh)
-        if config.runtime == "local":
-            # Every rank runs the roles itself, and all must mean the same files.
-            self._manifests = share(lambda: self._manifests)
-        self._states = SavedStates(config, self._specs, surveyed.digests, self.run, self.file_lists())
-        self._started = start_runtime(
-            config, lambda: runtime_plan(config, self._specs, self._manifests, self.run), share
-        )
+        try:
+            if config.runtime == "local":
+                # Every rank runs the roles itself, and all must mean the same files.
+                self._manifests = share(lambda: self._manifests)
+            self._states = SavedStates(config, self._specs, surveyed.digests, self.run, self.file_lists())
+            self._started = start_runtime(
+                config, lambda: runtime_plan(config, self._specs, self._manifests, self.run), share
+            )
+        except BaseException:
+            self._leave_peers()
+            raise
         self._runtime = self._started.runtime
         self.port: BatchPort = self._runtime.port()
         self._numbers: Counter[tuple[str, int]] = Counter()
@@ -162,9 +166,14 @@ class LoadingSession:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        try:
+            self._leave_peers()
+        finally:
+            self._started.close(barrier)
+
+    def _leave_peers(self) -> None:
         if self._peers is not None:
             self._peers.close()
-        self._started.close(barrier)
 
     def spec(self, stream: str) -> StreamSpec:
         """The resolved stream. Raises: ConfigError: There is none of this name."""

@@ -120,5 +120,8 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def _folder() -> str:
-    """Not Ray's usual folder: there `ray start` would say that whoever looks for any Ray is to find this one."""
-    return str(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"megascale-ray-{os.getuid()}")
+    """Not Ray's usual folder: there `ray start` would say that whoever looks for any Ray is to find this one.
+
+    A short name, since paths of sockets may have 107 bytes.
+    """
+    return str(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"ms{os.getuid()}")

