@@ -64,7 +64,13 @@ def cost_of_documents(cost: Any, lengths: IntArray, metadata: Mapping[str, Any] 
     known = {} if metadata is None else metadata
     wanted = fields_of(cost)
     refuse_missing(_name(cost), wanted, known)
-    given = np.asarray(cost(_unwritable(lengths), **{name: _unwritable(known[name]) for name in wanted}))
+    found = cost(_unwritable(lengths), **{name: _unwritable(known[name]) for name in wanted})
+    try:
+        given = np.asarray(found)
+    except ValueError as error:
+        raise ConfigError(
+            f"{_name(cost)} gave no array for {len(lengths)} documents ({error}): one number for each"
+        ) from error
     if given.dtype.kind not in "biuf":
         raise ConfigError(f"{_name(cost)} gave {given.dtype} for {len(lengths)} documents: one number for each")
     costs = given.astype(np.float64, copy=False)

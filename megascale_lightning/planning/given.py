@@ -140,7 +140,7 @@ def _array_of(given: Any) -> npt.NDArray[Any]:
     try:
         return np.asarray(given)
     except ValueError:
-        return np.asarray(given, dtype=object)
+        return np.fromiter(given, object, len(given))
 
 
 def _numbers_of(name: str, column: str, given: Any, count: int) -> FloatArray:

@@ -116,6 +116,7 @@ def test_sums_of_costs() -> None:
         (lambda lengths: 1.0, r"shape \(\) for 3 documents"),
         (lambda lengths: [str(length) for length in lengths], "gave <U3 for 3 documents: one number for each"),
         (lambda lengths: lengths * 1j, "gave complex128 for 3 documents: one number for each"),
+        (lambda lengths: [[1], [1, 2], [3]], "gave no array for 3 documents"),
         (lambda lengths: None, "gave object for 3 documents: one number for each"),
         (lambda lengths: lengths - 7.0, "gave -6.0 for document 0 of 1 tokens"),
         (lambda lengths: np.where(lengths == 7, np.nan, 1.0), "gave nan for document 1 of 7 tokens"),

@@ -125,7 +125,10 @@ class TestDeclarations:
 
     @pytest.mark.parametrize(
         "infos",
-        [{}, [3], {1: [3]}, {"web": [0]}, {"web": [1.5]}, {"web": [[1]]}, {"web": [[1], [1, 2]]}, {"web": ["a"]}],
+        [
+            *({}, [3], {1: [3]}, {"web": [0]}, {"web": [1.5]}, {"web": [[1]]}, {"web": [[1], [1, 2]]}, {"web": ["a"]}),
+            {"web": [np.zeros((2, 3)), np.zeros((2, 4))]},
+        ],
     )
     def test_odd_infos(self, infos):
         with pytest.raises(ConfigError, match="from_buffer_infos"):
