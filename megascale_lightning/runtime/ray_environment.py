@@ -37,8 +37,6 @@ RUN_SETTINGS: Final[Mapping[str, str]] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Notes of every call for a dashboard that is off; a process that leaves a dead Ray would wait 5 s to hand them in.
     "RAY_task_events_report_interval_ms": "0",
-    # Ray's own allocator, jemalloc, in the actors too: a tokenizer allocates for every token, and is a tenth faster.
-    "RAY_LD_PRELOAD_ON_WORKERS": "1",
 }
 """For a Ray of our own. What the user has set stays."""
 

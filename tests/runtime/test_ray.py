@@ -59,13 +59,6 @@ def test_actors_are_light(ray_runtime: RayRuntime) -> None:
     ray_runtime.port().close("train", "light", 0)
 
 
-def test_actors_allocate_with_rays_allocator(ray_runtime: RayRuntime) -> None:
-    allocator = Path(ray.__file__).parent / "core" / "libjemalloc.so"
-    for name, role in ray_runtime.stats().items():
-        maps = Path(f"/proc/{role['pid']}/maps").read_text()
-        assert (str(allocator) in maps) == allocator.exists(), name
-
-
 def test_windows_come_and_are_shared(ray_runtime: RayRuntime) -> None:
     port = ray_runtime.port()
     for client in (0, 1):
