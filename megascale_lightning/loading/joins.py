@@ -20,7 +20,7 @@ from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.diskcache import DiskCache
 from megascale_lightning.sources.stores.filepool import FilePool
 
-__all__ = ["JoinedReader", "make_record_reader"]
+__all__ = ["JoinedReader", "make_record_reader", "own_length"]
 
 
 def make_record_reader(
@@ -38,6 +38,12 @@ def make_record_reader(
     pairs = zip(source.joins, manifest.joined, strict=True)
     joined = [JoinedFiles(source, join, of_join, pool=pool, cache=cache) for join, of_join in pairs]
     return JoinedReader(source, manifest, columns, reader, joined)
+
+
+def own_length(source: Source) -> list[str]:
+    """The column of `Source.length`, where it is one of the source's own files."""
+    joined = {name for join in source.joins for name in join.columns or ()}
+    return [source.length] if isinstance(source.length, str) and source.length not in joined else []
 
 
 class JoinedReader(SourceReader):

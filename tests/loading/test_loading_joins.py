@@ -154,6 +154,18 @@ class TestInParts:
         missing = set(OTHER[-9:].tolist())
         assert given == {at: [n] * (1 + n % 5) for at, n in enumerate(OWN.tolist()) if n not in missing}
 
+    @pytest.mark.parametrize("count", [3, 4])
+    def test_one_without_a_partner_changes_no_type(self, tmp_path, count):
+        """Fields of several numbers of the others stay one array."""
+        own = write(tmp_path / "own", "parquet", {"id": [0, 1, 2, 3], "input_ids": [[7]] * 4})
+        vectors = pa.array([[float(n), 1.0] for n in range(count)], pa.list_(pa.float32()))
+        pq.write_table(pa.table({"id": list(range(count)), "vec": vectors}), tmp_path / "other.parquet")
+        source = Source("p", own, on_error="skip", shuffle=False, join=Join(str(tmp_path / "other.parquet"), on="id"))
+        loader = loader_of(source, rows=PackedRows(16, 1, sample_fields=("vec",)))
+        (meta,) = metas_of(loader)
+        vec = take_all(loader, meta).samples["vec"]
+        assert (vec.dtype, vec.tolist()) == (np.float32, [[float(n), 1.0] for n in range(count)])
+
     @pytest.mark.parametrize("kinds", [("parquet", "parquet"), ("jsonl", "parquet"), ("tar", "jsonl")])
     @pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
     def test_a_transform_sees_both_wherever_it_runs(self, tmp_path, kinds, executor):
@@ -220,8 +232,34 @@ class TestInParts:
         other = write(tmp_path / "other", "parquet", {"id": [2, 1], "b": [8, 7], "y": [0, 0]})
         for length, columns, wanted in (("a", ("y",), [5, 6]), ("b", ("b",), [7, 8])):
             source = Source("p", own, columns=("x",), length=length, join=Join(other, on="id", columns=columns))
-            (meta,) = metas_of(loader_of(source, rows=CollatedRows(1)))
+            loader = loader_of(source, rows=CollatedRows(1))
+            (meta,) = metas_of(loader)
             assert sorted(meta.pieces["length"].tolist()) == wanted
+            payload = take_all(loader, meta).payload
+            assert {tuple(_unpickled(payload, at)) for at in range(2)} == {("x", *columns)}
+
+    def test_a_length_of_tokens_may_come_from_either(self, tmp_path):
+        own = write(tmp_path / "own", "parquet", {"id": [1, 2], "n": [1, 2], "input_ids": [[7, 7, 7]] * 2})
+        other = write(tmp_path / "other", "parquet", {"id": [2, 1], "m": [3, 2]})
+        for length, wanted in (("n", [1, 2]), ("m", [2, 3])):
+            join = Join(other, on="id", columns=("m",))
+            (meta,) = metas_of(loader_of(Source("p", own, columns=("input_ids",), length=length, join=join)))
+            assert sorted(meta.pieces["length"].tolist()) == wanted
+
+    def test_a_field_that_neither_has_is_named(self, tmp_path):
+        own = write(tmp_path / "own", "parquet", {"id": [1, 2], "input_ids": [[7]] * 2, "labels": [[7]] * 2})
+        other = write(tmp_path / "other", "parquet", {"id": [2, 1], "text": ["a", "b"]})
+        for columns, rows in (
+            (("id",), PackedRows(16, 1)),
+            (("input_ids",), PackedRows(16, 1, token_fields=("labels",))),
+            (None, PackedRows(16, 1, sample_fields=("size",))),
+        ):
+            source = Source("p", own, columns=columns, join=Join(other, on="id"))
+            name = [*rows.token_columns, *rows.sample_fields][-1]
+            with pytest.raises(
+                ConfigError, match=rf"'p': \S*own\.parquet, .*joined to it, has no column '{name}'; its"
+            ):
+                list(metas_of(loader_of(source, rows=rows)))
 
     def test_one_without_a_partner_takes_its_group_along_and_no_other(self, tmp_path):
         columns = {"id": list(range(8)), "pair": [0, 0, 1, 1, 1, 2, 2, 3], "input_ids": [[1]] * 8}
@@ -469,6 +507,25 @@ class TestReads:
             (files,) = reader._joined
             assert 0 < sum(size for _, size in files._held.values()) <= bound
         assert len(files._held) >= 2
+
+    def test_what_is_found_keeps_no_piece_alive(self, tmp_path, monkeypatch):
+        """Also where what is wanted of a piece is one record, or several in a row."""
+        units, of_unit, size = 20, 50, 1 << 14
+        texts = [RNG.bytes(size) for _ in range(units * of_unit)]
+        other = write(tmp_path / "other", "parquet", {"id": range(len(texts)), "text": texts}, unit_rows=of_unit)
+        wanted = [unit * of_unit + at for unit in range(units) for at in (5, 6)]
+        own = write(tmp_path / "own", "parquet", {"id": wanted})
+        source = Source("p", own, join=Join(other, on="id"))
+        monkeypatch.setattr(joined, "_HELD_BYTES", 0)
+        (files,) = make_record_reader(source, build_manifest(source, needs_tokens=False), None)._joined
+        files.find(wanted[:1], ())
+        before = pa.total_allocated_bytes()
+        found, _ = files.find(wanted, ())
+        assert [one.block.table["text"].to_pylist() for one in found] == [
+            [texts[at] for at in pair] for pair in zip(wanted[::2], wanted[1::2], strict=True)
+        ]
+        # The last piece is still held.
+        assert pa.total_allocated_bytes() - before < 2 * of_unit * size + 2 * len(wanted) * size
 
     def test_12_bytes_a_record(self, tmp_path):
         for kind in (int, str):
