@@ -110,8 +110,10 @@ class JoinedFiles:
 
     def close(self) -> None:
         """Let go of files, and of what is held of them."""
-        with self._lock:
+        # Whoever reads now, which may take long, holds the lock, and goes on holding what it reads.
+        if self._lock.acquire(blocking=False):
             self._held.clear()
+            self._lock.release()
         self._reader.close()
         self._id_reader.close()
 

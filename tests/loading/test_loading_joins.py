@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 from megascale_lightning.errors import ConfigError, CorruptDataError, DataError, MegaScaleWarning
 from megascale_lightning.loading import LoadedSource, SourceLoader, ids, joined
 from megascale_lightning.loading.joins import make_record_reader
-from megascale_lightning.loading.quarantine import Quarantine, read_lines
+from megascale_lightning.loading.quarantine import Quarantine, digest_of, read_lines
 from megascale_lightning.loading.works import SampleWork
 from megascale_lightning.rows import CollatedRows, PackedRows
 from megascale_lightning.sources import Source, build_manifest
@@ -150,7 +152,7 @@ class TestInParts:
         for meta in metas_of(loader):
             kept = meta.pieces[meta.kept]
             given |= dict(zip(kept["unit"] * 7 + kept["row"], texts(take_all(loader, meta)), strict=True))
-            assert set(meta.reason[~meta.kept].tolist()) <= {7}
+            assert set(meta.reason[~meta.kept].tolist()) <= {8}
         missing = set(OTHER[-9:].tolist())
         assert given == {at: [n] * (1 + n % 5) for at, n in enumerate(OWN.tolist()) if n not in missing}
 
@@ -184,7 +186,7 @@ class TestInParts:
         (meta,) = metas_of(loader)
         lost = set(OTHER[:3].tolist())
         assert sorted(meta.pieces["length"].tolist()) == sorted(0 if n in lost else 1 + n % 5 for n in range(COUNT))
-        assert sorted(meta.reason[~meta.kept].tolist()) == [7, 7, 7]
+        assert sorted(meta.reason[~meta.kept].tolist()) == [8, 8, 8]
         loader.shutdown()
 
     def test_a_batched_transform_sees_both(self, tmp_path):
@@ -261,6 +263,17 @@ class TestInParts:
             ):
                 list(metas_of(loader_of(source, rows=rows)))
 
+    def test_those_that_go_along_are_none_of_the_bad_ones(self, tmp_path):
+        columns = {"id": list(range(6)), "pair": [0, 0, 1, 1, 2, 2], "input_ids": [[1], [1], [1] * 17, [1], [1], [1]]}
+        own = write(tmp_path / "own", "parquet", columns)
+        other = write(tmp_path / "other", "parquet", {"id": [0, 2, 3, 4, 5], "text": ["c"] * 5})
+        join = Join(other, on="id")
+        source = Source("p", own, on_error="skip", shuffle=False, together="pair", overlong="drop", join=join)
+        (meta,) = metas_of(loader_of(source))
+        reasons = [meta.reasons[code] for code in meta.reason.tolist()]
+        assert reasons == ["partner", "unpaired", "overlong", "overlong", "", ""]
+        assert source.bad_reasons == ("read_error", "transform_error", "unpaired")
+
     def test_one_without_a_partner_takes_its_group_along_and_no_other(self, tmp_path):
         columns = {"id": list(range(8)), "pair": [0, 0, 1, 1, 1, 2, 2, 3], "input_ids": [[1]] * 8}
         own = write(tmp_path / "own", "parquet", columns, unit_rows=3)
@@ -311,13 +324,24 @@ class TestMissing:
             return
         meta = loader.describe(key)
         assert np.flatnonzero(~meta.kept).tolist() == lost
-        assert [meta.reasons[code] for code in meta.reason[~meta.kept].tolist()] == ["partner"] * 2
+        assert [meta.reasons[code] for code in meta.reason[~meta.kept].tolist()] == ["unpaired"] * 2
         if place is not None:
             lines = list(read_lines(tmp_path / "bad"))
-            assert [line["reason"] for line in lines] == ["partner"] * 2
+            assert [line["reason"] for line in lines] == ["unpaired"] * 2
             assert first in lines[0]["message"]
             assert len({line["digest"] for line in lines}) == 2
             assert all(line["digest"] for line in lines)
+
+    def test_its_digest_is_that_of_its_own_fields(self, tmp_path):
+        """Whether its neighbours in the block have a partner or not."""
+        own = write(tmp_path / "own", "parquet", {"id": [1, 2], "txt": ["a", "b"], "none": [None, None]})
+        other = write(tmp_path / "other", "parquet", {"id": [1], "text": ["c"]})
+        source = Source("p", own, on_error="skip", join=Join(other, on="id"))
+        reader = make_record_reader(source, build_manifest(source, needs_tokens=False), None)
+        beside, alone = reader.read(0), reader.read(0, 1, 2)
+        assert (beside.table is None, alone.table is None) == (False, True)
+        assert digest_of(beside, 1) == digest_of(alone, 0)
+        assert digest_of(beside, 0) != digest_of(beside, 1)
 
     @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
     def test_of_blocks_that_are_cut_for_the_transform(self, tmp_path, kind):
@@ -325,7 +349,7 @@ class TestMissing:
         other = write(tmp_path / "other", kind, columns_of(OTHER[2:], key="id", name="text"))
         source = Source("pairs", own, on_error="skip", shuffle=False, join=Join(other, on="id"))
         (meta,) = metas_of(loader_of(source, rows=CollatedRows(1)))
-        assert np.flatnonzero(meta.reason == 7).tolist() == np.flatnonzero(np.isin(OWN, OTHER[:2])).tolist()
+        assert np.flatnonzero(meta.reason == 8).tolist() == np.flatnonzero(np.isin(OWN, OTHER[:2])).tolist()
         assert (~meta.kept).sum() == 2
 
     def test_null_belongs_to_nothing(self, tmp_path):
@@ -408,7 +432,7 @@ class TestBrokenPartners:
         assert sorted(lost) == list(range(20, 40))
         settings = {"join": join, "transform": lengthened, "shuffle": False}
         (meta,) = metas_of(loader_of(Source("pairs", own, on_error="skip", **settings), window_units=100))
-        assert [meta.reasons[code] for code in meta.reason[~meta.kept].tolist()] == ["partner"] * 20
+        assert [meta.reasons[code] for code in meta.reason[~meta.kept].tolist()] == ["unpaired"] * 20
         with pytest.raises(CorruptDataError, match=r'(?s)other\.parquet, unit 1.*on_error="skip" leaves out'):
             list(metas_of(loader_of(Source("pairs", own, **settings))))
 
@@ -508,6 +532,29 @@ class TestReads:
             assert 0 < sum(size for _, size in files._held.values()) <= bound
         assert len(files._held) >= 2
 
+    def test_to_close_waits_for_no_read(self, tmp_path, monkeypatch):
+        source, other = self.aligned(tmp_path)
+        reading, closed = threading.Event(), threading.Event()
+        read = ParquetReader.read
+
+        def slow(reader, *args):
+            if reader._manifest.files[0].path == other:
+                reading.set()
+                assert closed.wait(30), "close waits"
+            return read(reader, *args)
+
+        reader = make_record_reader(source, build_manifest(source, needs_tokens=False), None)
+        (files,) = reader._joined
+        monkeypatch.setattr(ParquetReader, "read", slow)
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(files.find, [key_of(3)], ())
+            assert reading.wait(30)
+            closing = threading.Thread(target=lambda: (files.close(), closed.set()))
+            closing.start()
+            closing.join(30)
+            ((one,), without) = found.result()
+        assert (one.block.table["text"].to_pylist(), without) == (["text 3"], {})
+
     def test_what_is_found_keeps_no_piece_alive(self, tmp_path, monkeypatch):
         """Also where what is wanted of a piece is one record, or several in a row."""
         units, of_unit, size = 20, 50, 1 << 14
@@ -545,6 +592,8 @@ class TestRefusals:
         [
             ({"on": ""}, "on must be the name of the field that holds the id, not ''"),
             ({"columns": "text"}, "columns must be a tuple of names, not 'text'"),
+            ({"columns": 3}, "columns must be a tuple of names, not 3"),
+            ({"columns": {"text": 1}}, "columns must be a tuple of names, not {'text': 1}"),
             ({"format": "xml"}, "format must be one of 'parquet', .*, not 'xml'"),
             ({"storage_options": 3}, "storage_options must be a mapping, not int"),
             ({"data": [{"id": 1}]}, "data must be files: a path, a pattern, a URL or a list of these, not a list"),
@@ -559,6 +608,9 @@ class TestRefusals:
     def test_what_is_no_join(self, given):
         with pytest.raises(ConfigError, match="join must be a Join, or a mapping of its data, on, and others"):
             Source("pairs", "own.parquet", join=given)
+
+    def test_an_empty_list_is_no_join(self):
+        assert Source("p", "x.parquet", join=[]) == Source("p", "x.parquet")
 
     def test_columns_that_both_name(self):
         with pytest.raises(ConfigError, match=r"name \['txt'\] more than once: choose one origin"):
