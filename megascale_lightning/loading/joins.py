@@ -30,14 +30,15 @@ def make_record_reader(
     *,
     pool: FilePool | None = None,
     cache: DiskCache | None = None,
+    fills: bool = False,
 ) -> SourceReader:
-    """As `make_reader`, of records that are completed by what is joined to them."""
+    """As `make_reader`, of records that are completed by what is joined to them; `fills` as in `JoinedReader`."""
     reader = make_reader(source, manifest, columns, pool=pool, cache=cache)
     if not source.joins:
         return reader
     pairs = zip(source.joins, manifest.joined, strict=True)
     joined = [JoinedFiles(source, join, of_join, pool=pool, cache=cache) for join, of_join in pairs]
-    return JoinedReader(source, manifest, columns, reader, joined)
+    return JoinedReader(source, manifest, columns, reader, joined, fills=fills)
 
 
 def own_length(source: Source) -> list[str]:
@@ -58,6 +59,8 @@ class JoinedReader(SourceReader):
         columns: What is kept of its own records; None: all.
         reader: Reads its own records.
         joined: By what they are completed.
+        fills: Where only some of the joined files have a field it may be null in other records, too: whether it is
+            depends on their block. Whoever sees records as they are wants none of that.
     """
 
     def __init__(
@@ -67,9 +70,11 @@ class JoinedReader(SourceReader):
         columns: Sequence[str] | None,
         reader: SourceReader,
         joined: Sequence[JoinedFiles],
+        *,
+        fills: bool = False,
     ) -> None:
         self._name, self._manifest, self._columns = source.name, manifest, columns
-        self._reader, self._joined = reader, joined
+        self._reader, self._joined, self._fills = reader, joined, fills
 
     def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
         """See `SourceReader.read`.
@@ -136,14 +141,19 @@ class JoinedReader(SourceReader):
         tables = [one.block.table for one in partners if one.block.table is not None]
         if block.table is None or not tables or len(tables) < len(partners):
             return None
-        schema = tables[0].schema
-        if not all(table.schema.equals(schema) for table in tables):
+        are_alike = all(table.schema.equals(tables[0].schema) for table in tables)
+        if not are_alike and not self._fills:
             return None
+        try:
+            joined = pa.concat_tables(tables, promote_options="none" if are_alike else "default")
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):  # one field has several types
+            return None
+        schema = joined.schema
         self._refuse_same(block.table.column_names, schema.names, where)
         at = np.full(block.num_rows, -1, np.int64)
         at[np.concatenate([one.positions for one in partners])] = np.arange(sum(map(len, tables)))
         indices: Any = pa.array(at, mask=at < 0)
-        taken = pa.concat_tables(tables).take(indices)
+        taken = joined.take(indices)
         table = block.table
         for index, column in enumerate(taken.columns):
             table = table.append_column(schema.field(index), column)

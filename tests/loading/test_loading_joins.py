@@ -116,6 +116,19 @@ class TestPartners:
         found = records_of(Source("pairs", own, join=Join(str(tmp_path / "x*.parquet"), on="id")))
         assert [one["n"].dtype for one in found] == [np.int16, np.int64]
 
+    def test_a_field_that_some_files_lack_changes_no_type(self, tmp_path):
+        """And no record has it, beside others that do."""
+        own = write(tmp_path / "own", "parquet", {"id": list(range(8)), "input_ids": [[7]] * 8}, unit_rows=2)
+        w = pa.array([0.0, 1.0, 2.0, 3.0], pa.float32())
+        pq.write_table(pa.table({"id": [0, 1, 2, 4], "w": w}), tmp_path / "x0.parquet")
+        pq.write_table(pa.table({"id": [3, 5, 6, 7], "lang": list("abcd"), "w": w}), tmp_path / "x1.parquet")
+        source = Source("pairs", own, shuffle=False, join=Join(str(tmp_path / "x*.parquet"), on="id"))
+        loader = loader_of(source, rows=PackedRows(16, 1, sample_fields=("w",)), window_units=1)
+        fields = [take_all(loader, meta).samples["w"] for meta in metas_of(loader)]
+        assert [one.dtype for one in fields] == [np.float32] * 4
+        assert np.concatenate(fields).tolist() == [0, 1, 2, 0, 3, 1, 2, 3]
+        assert ["lang" in record for record in records_of(source)] == [n in (3, 5, 6, 7) for n in range(8)]
+
     def test_what_is_read_in_slices_may_be_completed(self, tmp_path, monkeypatch):
         monkeypatch.setattr(plaintext, "SLICED_BYTES", 100)
         lines = "".join(json.dumps({"id": int(n), "txt": f"txt {n}"}) + "\n" for n in OWN)
