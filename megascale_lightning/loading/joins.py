@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -83,18 +84,22 @@ class JoinedReader(SourceReader):
             ConfigError: A record and what is joined to it have a field of the same name.
             DataError: What is joined has an id twice.
         """
-        return self._complete(self._reader.read(unit, row_start, row_stop))
+        with self._hinting():
+            block = self._reader.read(unit, row_start, row_stop)
+        return self._complete(block)
 
     def read_slice(self, unit: int, index: int, slice_bytes: int) -> tuple[RecordBlock, bool]:
         """See `SourceReader.read_slice`, and `read`."""
-        block, is_last = self._reader.read_slice(unit, index, slice_bytes)
+        with self._hinting():
+            block, is_last = self._reader.read_slice(unit, index, slice_bytes)
         return self._complete(block), is_last
 
     def read_epoch_slice(
         self, unit: int, index: int, slice_bytes: int, epoch: tuple[str | int, ...]
     ) -> tuple[RecordBlock, bool]:
         """See `SourceReader.read_epoch_slice`, and `read`."""
-        block, is_last = self._reader.read_epoch_slice(unit, index, slice_bytes, epoch)
+        with self._hinting():
+            block, is_last = self._reader.read_epoch_slice(unit, index, slice_bytes, epoch)
         return self._complete(block), is_last
 
     def close(self) -> None:
@@ -102,6 +107,14 @@ class JoinedReader(SourceReader):
         self._reader.close()
         for joined in self._joined:
             joined.close()
+
+    @contextmanager
+    def _hinting(self) -> Iterator[None]:
+        """A length is looked for in the source's own files where no `Join` names it: nobody knows what theirs have."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{error}. One of what is joined is to be named in columns= of its Join") from error
 
     def _complete(self, block: RecordBlock) -> RecordBlock:
         if block.objects is not None and self._columns is not None:

@@ -261,6 +261,16 @@ class TestInParts:
             (meta,) = metas_of(loader_of(Source("p", own, columns=("input_ids",), length=length, join=join)))
             assert sorted(meta.pieces["length"].tolist()) == wanted
 
+    @pytest.mark.parametrize("rows", [CollatedRows(1), PackedRows(16, 1)])
+    def test_a_length_that_no_join_names_is_looked_for_in_the_own_files(self, tmp_path, rows):
+        own = write(tmp_path / "own", "parquet", {"id": [1, 2], "n": [1, 2], "input_ids": [[7, 7, 7]] * 2})
+        other = write(tmp_path / "other", "parquet", {"id": [2, 1], "m": [3, 2]})
+        settings = {"columns": ("input_ids",), "join": Join(other, on="id")}
+        (meta,) = metas_of(loader_of(Source("p", own, length="n", **settings), rows=rows))
+        assert sorted(meta.pieces["length"].tolist()) == [1, 2]
+        with pytest.raises(ConfigError, match=r"own\.parquet has no column 'm'; .* named in columns= of its Join"):
+            list(metas_of(loader_of(Source("p", own, length="m", **settings), rows=rows)))
+
     def test_a_field_that_neither_has_is_named(self, tmp_path):
         own = write(tmp_path / "own", "parquet", {"id": [1, 2], "input_ids": [[7]] * 2, "labels": [[7]] * 2})
         other = write(tmp_path / "other", "parquet", {"id": [2, 1], "text": ["a", "b"]})
