@@ -127,7 +127,15 @@ class TestPartners:
         fields = [take_all(loader, meta).samples["w"] for meta in metas_of(loader)]
         assert [one.dtype for one in fields] == [np.float32] * 4
         assert np.concatenate(fields).tolist() == [0, 1, 2, 0, 3, 1, 2, 3]
-        assert ["lang" in record for record in records_of(source)] == [n in (3, 5, 6, 7) for n in range(8)]
+        seen = {}
+
+        def saw(sample):
+            seen[sample["id"]] = "lang" in sample
+            return sample
+
+        source = Source("pairs", own, transform=saw, join=source.join)
+        list(metas_of(loader_of(source)))
+        assert seen == {n: n in (3, 5, 6, 7) for n in range(8)}
 
     def test_what_is_read_in_slices_may_be_completed(self, tmp_path, monkeypatch):
         monkeypatch.setattr(plaintext, "SLICED_BYTES", 100)
@@ -171,15 +179,16 @@ class TestInParts:
 
     @pytest.mark.parametrize("count", [3, 4])
     def test_one_without_a_partner_changes_no_type(self, tmp_path, count):
-        """Fields of several numbers of the others stay one array."""
+        """Nor does one with null: fields of several numbers of the others stay one array."""
         own = write(tmp_path / "own", "parquet", {"id": [0, 1, 2, 3], "input_ids": [[7]] * 4})
-        vectors = pa.array([[float(n), 1.0] for n in range(count)], pa.list_(pa.float32()))
-        pq.write_table(pa.table({"id": list(range(count)), "vec": vectors}), tmp_path / "other.parquet")
+        vectors = [[float(n), 1.0] for n in range(count)]
+        stored = pa.array([None, *vectors[1:]], pa.list_(pa.float32()))
+        pq.write_table(pa.table({"id": list(range(count)), "vec": stored}), tmp_path / "other.parquet")
         source = Source("p", own, on_error="skip", shuffle=False, join=Join(str(tmp_path / "other.parquet"), on="id"))
         loader = loader_of(source, rows=PackedRows(16, 1, sample_fields=("vec",)))
         (meta,) = metas_of(loader)
         vec = take_all(loader, meta).samples["vec"]
-        assert (vec.dtype, vec.tolist()) == (np.float32, [[float(n), 1.0] for n in range(count)])
+        assert (vec.dtype, vec.tolist()) == (np.float32, vectors[1:])
 
     @pytest.mark.parametrize("kinds", [("parquet", "parquet"), ("jsonl", "parquet"), ("tar", "jsonl")])
     @pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
