@@ -118,12 +118,15 @@ def _all_written_anew(saved: Sequence[FileInfo], now: Sequence[FileInfo]) -> boo
 
 
 def kept_files(saved: Sequence[FileInfo], now: Sequence[FileInfo]) -> tuple[FileInfo, ...] | None:
-    """The files of today's list that the saved one has, in its order; None where one is gone or has another size."""
+    """The files of today's list that the saved one has, in its order; None where one is gone or has another size.
+
+    None also where there was no list.
+    """
     pairs = [pair for pair in _pairs(saved, now).values() if pair[0] is not None]
     kept = tuple(
         after for before, after in pairs if after is not None and before is not None and after.size == before.size
     )
-    return kept if len(kept) == len(saved) < len(now) else None
+    return kept if 0 < len(kept) == len(saved) < len(now) else None
 
 
 def describe_changes(saved: Sequence[FileInfo], now: Sequence[FileInfo]) -> str:

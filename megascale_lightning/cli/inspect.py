@@ -25,7 +25,8 @@ _REASONS: Final = {
     "empty": "no tokens",
     "read_error": "cannot be read",
     "transform_error": "the transform raised an error",
-    "partner": "what belongs to it is not there",
+    "partner": "a record that stays together with it is dropped",
+    "unpaired": "what is to be joined to it is not there",
 }
 
 

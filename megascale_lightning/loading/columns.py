@@ -150,7 +150,9 @@ def from_table(where: str, table: Any, fields: Fields, failures: Mapping[int, Fa
         column = table.column(field)
         if is_number_list(column.type):
             ragged, bad = list_column(column)
-            built.samples[field] = stack_samples(np.split(ragged.values, ragged.offsets[1:-1]), table.num_rows)
+            each = np.split(ragged.values, ragged.offsets[1:-1])
+            rows = [row for row in range(table.num_rows) if row not in built.failures and row not in bad]
+            built.samples[field] = _stacked(rows, [each[row] for row in rows], table.num_rows)
         else:
             try:
                 built.samples[field], bad = scalar_column(column)

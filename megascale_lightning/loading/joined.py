@@ -110,8 +110,10 @@ class JoinedFiles:
 
     def close(self) -> None:
         """Let go of files, and of what is held of them."""
-        with self._lock:
+        # Whoever reads now, which may take long, holds the lock, and goes on holding what it reads.
+        if self._lock.acquire(blocking=False):
             self._held.clear()
+            self._lock.release()
         self._reader.close()
         self._id_reader.close()
 
@@ -225,7 +227,9 @@ def _picked(block: RecordBlock, indices: Sequence[int]) -> RecordBlock:
     """These records of a block, each as often as it is named."""
     table = block.table
     if table is not None:
-        in_a_row = bool(indices) and list(indices) == list(range(indices[0], indices[0] + len(indices)))
+        # A slice keeps the whole block alive: it is worth that where it is most of it.
+        is_most = 2 * len(indices) > table.num_rows
+        in_a_row = is_most and list(indices) == list(range(indices[0], indices[0] + len(indices)))
         table = table.slice(indices[0], len(indices)) if in_a_row else table.take(list(indices))
     return replace(
         block,

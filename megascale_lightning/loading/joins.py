@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from megascale_lightning.sources.source import Source
 from megascale_lightning.sources.stores.diskcache import DiskCache
 from megascale_lightning.sources.stores.filepool import FilePool
 
-__all__ = ["JoinedReader", "make_record_reader"]
+__all__ = ["JoinedReader", "make_record_reader", "own_length"]
 
 
 def make_record_reader(
@@ -30,14 +31,21 @@ def make_record_reader(
     *,
     pool: FilePool | None = None,
     cache: DiskCache | None = None,
+    fills: bool = False,
 ) -> SourceReader:
-    """As `make_reader`, of records that are completed by what is joined to them."""
+    """As `make_reader`, of records that are completed by what is joined to them; `fills` as in `JoinedReader`."""
     reader = make_reader(source, manifest, columns, pool=pool, cache=cache)
     if not source.joins:
         return reader
     pairs = zip(source.joins, manifest.joined, strict=True)
     joined = [JoinedFiles(source, join, of_join, pool=pool, cache=cache) for join, of_join in pairs]
-    return JoinedReader(source, manifest, columns, reader, joined)
+    return JoinedReader(source, manifest, columns, reader, joined, fills=fills)
+
+
+def own_length(source: Source) -> list[str]:
+    """The column of `Source.length`, where it is one of the source's own files."""
+    joined = {name for join in source.joins for name in join.columns or ()}
+    return [source.length] if isinstance(source.length, str) and source.length not in joined else []
 
 
 class JoinedReader(SourceReader):
@@ -52,6 +60,8 @@ class JoinedReader(SourceReader):
         columns: What is kept of its own records; None: all.
         reader: Reads its own records.
         joined: By what they are completed.
+        fills: Where only some of the joined files have a field it may be null in other records, too: whether it is
+            depends on their block. Whoever sees records as they are wants none of that.
     """
 
     def __init__(
@@ -61,9 +71,11 @@ class JoinedReader(SourceReader):
         columns: Sequence[str] | None,
         reader: SourceReader,
         joined: Sequence[JoinedFiles],
+        *,
+        fills: bool = False,
     ) -> None:
         self._name, self._manifest, self._columns = source.name, manifest, columns
-        self._reader, self._joined = reader, joined
+        self._reader, self._joined, self._fills = reader, joined, fills
 
     def read(self, unit: int, row_start: int = 0, row_stop: int = -1) -> RecordBlock:
         """See `SourceReader.read`.
@@ -72,18 +84,22 @@ class JoinedReader(SourceReader):
             ConfigError: A record and what is joined to it have a field of the same name.
             DataError: What is joined has an id twice.
         """
-        return self._complete(self._reader.read(unit, row_start, row_stop))
+        with self._hinting():
+            block = self._reader.read(unit, row_start, row_stop)
+        return self._complete(block)
 
     def read_slice(self, unit: int, index: int, slice_bytes: int) -> tuple[RecordBlock, bool]:
         """See `SourceReader.read_slice`, and `read`."""
-        block, is_last = self._reader.read_slice(unit, index, slice_bytes)
+        with self._hinting():
+            block, is_last = self._reader.read_slice(unit, index, slice_bytes)
         return self._complete(block), is_last
 
     def read_epoch_slice(
         self, unit: int, index: int, slice_bytes: int, epoch: tuple[str | int, ...]
     ) -> tuple[RecordBlock, bool]:
         """See `SourceReader.read_epoch_slice`, and `read`."""
-        block, is_last = self._reader.read_epoch_slice(unit, index, slice_bytes, epoch)
+        with self._hinting():
+            block, is_last = self._reader.read_epoch_slice(unit, index, slice_bytes, epoch)
         return self._complete(block), is_last
 
     def close(self) -> None:
@@ -91,6 +107,14 @@ class JoinedReader(SourceReader):
         self._reader.close()
         for joined in self._joined:
             joined.close()
+
+    @contextmanager
+    def _hinting(self) -> Iterator[None]:
+        """A length is looked for in the source's own files where no `Join` names it: nobody knows what theirs have."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{error}. One of what is joined is to be named in columns= of its Join") from error
 
     def _complete(self, block: RecordBlock) -> RecordBlock:
         if block.objects is not None and self._columns is not None:
@@ -130,14 +154,19 @@ class JoinedReader(SourceReader):
         tables = [one.block.table for one in partners if one.block.table is not None]
         if block.table is None or not tables or len(tables) < len(partners):
             return None
-        schema = tables[0].schema
-        if not all(table.schema.equals(schema) for table in tables):
+        are_alike = all(table.schema.equals(tables[0].schema) for table in tables)
+        if not are_alike and not self._fills:
             return None
+        try:
+            joined = pa.concat_tables(tables, promote_options="none" if are_alike else "default")
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):  # one field has several types
+            return None
+        schema = joined.schema
         self._refuse_same(block.table.column_names, schema.names, where)
         at = np.full(block.num_rows, -1, np.int64)
         at[np.concatenate([one.positions for one in partners])] = np.arange(sum(map(len, tables)))
         indices: Any = pa.array(at, mask=at < 0)
-        taken = pa.concat_tables(tables).take(indices)
+        taken = joined.take(indices)
         table = block.table
         for index, column in enumerate(taken.columns):
             table = table.append_column(schema.field(index), column)

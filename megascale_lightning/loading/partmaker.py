@@ -62,6 +62,9 @@ class PartMaker(ABC):
         on_read: Is called once all records of a part are read, with its key and that of the part behind it.
     """
 
+    _needs_samples: bool = True
+    """Records are seen one by one, and not only their fields as columns."""
+
     def __init__(
         self,
         loaded: LoadedSource,
@@ -89,7 +92,9 @@ class PartMaker(ABC):
         if loaded.quarantine is not None:
             self._quarantine = QuarantineFile(loaded.quarantine, source.name, loaded.manifest)
         self._executors = executors or Executors()
-        self._reader = make_record_reader(source, loaded.manifest, self._columns(), pool=pool, cache=loaded.cache)
+        self._reader = make_record_reader(
+            source, loaded.manifest, self._columns(), pool=pool, cache=loaded.cache, fills=not self._needs_samples
+        )
         self._partners: Partners | None = None
         if source.together is not None:
             reader = make_reader(source, loaded.manifest, [source.together], pool=pool, cache=loaded.cache)

@@ -56,7 +56,7 @@ class BadRecord:
     epoch: int
     """The first in which it was met."""
     reason: str
-    """"read_error" or "transform_error"."""
+    """"read_error", "transform_error", or "unpaired" where what is to be joined to it is not there."""
     message: str
     digest: str | None
     """Of the record as stored, or of the sample it was read as; None where neither is there."""
@@ -271,6 +271,9 @@ def digest_of(block: RecordBlock, index: int) -> tuple[str | None, int]:
         return None, 0
     else:
         sample = block.objects[index]
+    if index in block.unpaired and isinstance(sample, Mapping):
+        # The fields of what it lacks are null where its neighbours in the block have them, and else are not there.
+        sample = {name: value for name, value in sample.items() if value is not None}
     content = b"".join(_canonical(sample))
     return hashlib.blake2b(content, digest_size=16).hexdigest(), len(content)
 

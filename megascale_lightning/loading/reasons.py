@@ -14,9 +14,20 @@ __all__ = [
     "REASONS",
     "TRANSFORM_ERROR",
     "TRUNCATED",
+    "UNPAIRED",
 ]
 
-REASONS: Final = ("", "filtered", "empty", "overlong", "truncated", "read_error", "transform_error", "partner")
+REASONS: Final = (
+    "",
+    "filtered",
+    "empty",
+    "overlong",
+    "truncated",
+    "read_error",
+    "transform_error",
+    "partner",
+    "unpaired",
+)
 """`MetaBlock.reasons`: index = code. All but "" and "truncated" are drops."""
 
 KEPT: Final = 0
@@ -27,4 +38,6 @@ TRUNCATED: Final = 4
 READ_ERROR: Final = 5
 TRANSFORM_ERROR: Final = 6
 PARTNER: Final = 7
-"""A record that stays together with it is dropped, or what is to be joined to it is not there."""
+"""A record that stays together with it is dropped."""
+UNPAIRED: Final = 8
+"""What is to be joined to it is not there."""

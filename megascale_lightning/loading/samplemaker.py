@@ -9,6 +9,7 @@ import numpy as np
 
 from megascale_lightning.errors import DataError
 from megascale_lightning.loading.executors import num_workers_of
+from megascale_lightning.loading.joins import own_length
 from megascale_lightning.loading.partmaker import LoadedSource, PartMaker
 from megascale_lightning.loading.parts import Part
 from megascale_lightning.loading.reasons import KEPT, REASONS
@@ -45,9 +46,7 @@ class SampleMaker(PartMaker):
         source = self.source
         if source.columns is None or self._manifest.format == "dataset":
             return None
-        joined = {name for join in source.joins for name in join.columns or ()}
-        length = [source.length] if isinstance(source.length, str) and source.length not in joined else []
-        return list(dict.fromkeys([*(source.read_columns or ()), *length]))
+        return list(dict.fromkeys([*(source.read_columns or ()), *own_length(source)]))
 
     def make(self, key: PartKey) -> Part:
         """Settle one part, and read it unless samples are fetched late; see `PartMaker.make`."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from megascale_lightning.errors import DataError
 from megascale_lightning.loading.columns import Fields, Fragment, from_table
+from megascale_lightning.loading.joins import own_length
 from megascale_lightning.loading.partmaker import LoadedSource, PartMaker
 from megascale_lightning.loading.partners import settle_partners
 from megascale_lightning.loading.parts import Part
@@ -22,6 +23,7 @@ from megascale_lightning.loading.samplefields import join_samples, sample_bytes
 from megascale_lightning.loading.transforms import failure_of
 from megascale_lightning.loading.works import TokenWork
 from megascale_lightning.rows import Rows
+from megascale_lightning.sources.formats.columnchecks import check_columns
 from megascale_lightning.sources.records import RecordBlock
 from megascale_lightning.sources.source import Source
 from megascale_lightning.types import FloatArray, IntArray, MetaBlock, PartKey
@@ -47,8 +49,10 @@ class TokenMaker(PartMaker):
         return self._columns_of(self.source)
 
     def _columns_of(self, source: Source) -> Sequence[str] | None:
-        if self._needs_samples or source.joins:
+        if self._needs_samples or (source.joins and source.columns is None):
             return source.read_columns
+        if source.joins:
+            return list(dict.fromkeys([*(source.read_columns or ()), *own_length(source)]))
         together = [] if source.together is None else [source.together]
         length = [source.length] if isinstance(source.length, str) else []
         return list(dict.fromkeys([*self._fields.tokens, *self._fields.samples, *length, *together]))
@@ -88,6 +92,11 @@ class TokenMaker(PartMaker):
         if block.table is None:
             return self._work(run)
         where = f"source {self.source.name!r}, {self._manifest.locate(block.unit)}"
+        if self.source.joins:
+            fields = self._fields
+            length = [fields.length] if isinstance(fields.length, str) else []
+            path = f"{self._manifest.locate(block.unit)}, with what is joined to it,"
+            check_columns(self.source.name, path, block.table.column_names, [*fields.tokens, *fields.samples, *length])
         return from_table(
             where, block.table, self._fields, {index: failure_of(block, index) for index in block.failures}
         )

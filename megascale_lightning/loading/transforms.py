@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from megascale_lightning.errors import DataError
 from megascale_lightning.loading.owncopies import own_copy
-from megascale_lightning.loading.reasons import FILTERED, PARTNER, READ_ERROR, TRANSFORM_ERROR
+from megascale_lightning.loading.reasons import FILTERED, READ_ERROR, TRANSFORM_ERROR, UNPAIRED
 from megascale_lightning.sources.formats.arrowcolumns import column_rows, table_rows
 from megascale_lightning.sources.functions import function_name, rng_is_keyword, takes_rng
 from megascale_lightning.sources.globalstates import lent_states, seeded
@@ -69,7 +69,7 @@ class Failed:
 
 def failure_of(block: RecordBlock, index: int) -> Failed:
     """What is wrong with a failed record of a block."""
-    return Failed(PARTNER if index in block.unpaired else READ_ERROR, block.failures[index])
+    return Failed(UNPAIRED if index in block.unpaired else READ_ERROR, block.failures[index])
 
 
 class Place(NamedTuple):

@@ -13,6 +13,7 @@ import numpy as np
 
 from megascale_lightning.loading.batched import BatchRunner
 from megascale_lightning.loading.columns import Fields, Fragment, from_columns, from_samples
+from megascale_lightning.loading.joins import own_length
 from megascale_lightning.loading.payload import pickled
 from megascale_lightning.loading.reasons import KEPT, READ_ERROR, TRANSFORM_ERROR
 from megascale_lightning.loading.runs import Run
@@ -122,9 +123,10 @@ class SampleWork(Work):
         return None if batched is None else BatchRunner(self.source, self.seed, dicts_only=False)
 
     @cached_property
-    def _keys(self) -> frozenset[str]:
-        """Fields that hold ids of what is joined."""
-        return frozenset(join.on for join in self.source.joins)
+    def _aside(self) -> frozenset[str]:
+        """Fields that are read for something else: ids of what is joined, and the length of the source's own files."""
+        joins = self.source.joins
+        return frozenset([*(join.on for join in joins), *own_length(self.source)]) if joins else frozenset()
 
     def __call__(self, run: Run) -> list[Kept]:
         """See `BatchRunner.run` and `SampleRunner.run_each` for what is raised."""
@@ -162,8 +164,8 @@ class SampleWork(Work):
         missing = [name for name in columns if name not in sample]
         if missing:
             raise _NoColumnError(missing_key(missing[0], sample))
-        if self._keys:
-            return {name: value for name, value in sample.items() if name in columns or name not in self._keys}
+        if self._aside:
+            return {name: value for name, value in sample.items() if name in columns or name not in self._aside}
         return {name: sample[name] for name in columns}
 
 

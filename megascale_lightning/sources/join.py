@@ -83,7 +83,9 @@ class Join:
         if not isinstance(self.on, str) or not self.on:
             found.append(f"on must be the name of the field that holds the id, not {self.on!r}")
         if self.columns is not None and (
-            isinstance(self.columns, str) or not all(isinstance(name, str) for name in self.columns)
+            isinstance(self.columns, str)
+            or not isinstance(self.columns, Sequence)
+            or not all(isinstance(name, str) for name in self.columns)
         ):
             found.append(f"columns must be a tuple of names, not {self.columns!r}")
         if self.format is not None and self.format not in get_args(Format):

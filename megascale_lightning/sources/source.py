@@ -74,7 +74,7 @@ class Source:
     and packed rows; see docs/sources.md."""
     join: Join | Sequence[Join] | None = None
     """Further files by whose records those of this source are completed, before any transform: see `Join`. A record
-    without a partner there is treated as one that cannot be read (`on_error`), and counted as "partner"."""
+    without a partner there is treated as one that cannot be read (`on_error`), and counted as "unpaired"."""
     thread_safe: bool = False
     """The transform may run on several threads at once."""
     executor: Executor = "inline"
@@ -93,7 +93,7 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.join is not None:
-            object.__setattr__(self, "join", Join.all_of(self.join))
+            object.__setattr__(self, "join", Join.all_of(self.join) or None)
         problems = list(self._problems())
         if problems:
             raise ConfigError(f"source {self.name!r}: " + "; ".join(problems))
@@ -125,7 +125,7 @@ class Source:
     @property
     def bad_reasons(self) -> tuple[str, ...]:
         """Reasons for which a record is dropped by `on_error`, and not by a policy."""
-        return (*BAD_REASONS, "partner") if self.joins else BAD_REASONS
+        return (*BAD_REASONS, "unpaired") if self.joins else BAD_REASONS
 
     def all_storage_options(self) -> Iterator[Mapping[str, Any]]:
         """`storage_options`, and those of `join`."""

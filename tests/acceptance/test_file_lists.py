@@ -66,6 +66,7 @@ def test_many_files_are_told_in_short() -> None:
 )
 def test_only_additions_can_be_left_out(now: tuple[FileInfo, ...], kept: tuple[FileInfo, ...] | None) -> None:
     assert kept_files((A, B), now) == kept
+    assert kept_files((), now) is None
 
 
 @pytest.mark.parametrize(

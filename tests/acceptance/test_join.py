@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.range_server import RangeServer
 from megascale_lightning import DataError, Join, LoaderConfig, MegaScaleLoader, PackedRows, Source, StateError
+from megascale_lightning.checkpointing.filelists import FileChanges
 from megascale_lightning.client.resolving import runtime_plan
 from megascale_lightning.loading.quarantine import read_lines
 from tests.loading.joinfiles import write
@@ -189,13 +190,13 @@ class TestMissing:
         assert len(given) == EPOCHS * (COUNT - 5)
         last = steps[-1].state
         assert last is not None
-        assert last["sources"]["pairs"]["dropped"] == {"partner": EPOCHS * 5}
+        assert last["sources"]["pairs"]["dropped"] == {"unpaired": EPOCHS * 5}
         lines = list(read_lines(tmp_path / "bad"))
-        assert [line["reason"] for line in lines] == ["partner"] * 5
+        assert [line["reason"] for line in lines] == ["unpaired"] * 5
         assert len({line["digest"] for line in lines}) == 5
         with World(config, state=last) as world:
             life = world.loaders[0].lineage(("pairs", 0, lines[0]["unit"], lines[0]["row"]))
-        assert (life.life, life.reason) == ("dropped", "partner")
+        assert (life.life, life.reason) == ("dropped", "unpaired")
         for at, step in enumerate(steps[:-1]):
             with World(config, 1, state=step.state) as world:
                 assert_same(world.steps(2), steps[at + 1 : at + 3], tensors=False)
@@ -294,6 +295,16 @@ class TestFiles:
         if which == ["other"]:
             with MegaScaleLoader(data.config()) as loader:
                 assert loader._session.compare_files(saved, lists).copied == ()
+
+    def test_a_join_that_was_added_has_no_files_to_keep_to(self, data: Data) -> None:
+        plain = data.config(data.source(transform=alone, join=None))
+        with World(plain) as world:
+            world.steps(1)
+            saved, lists = world.state(), world.loaders[0]._session.file_lists()
+        with MegaScaleLoader(data.config()) as loader:
+            assert loader._session.compare_files(saved, lists) == FileChanges()
+            with pytest.raises(StateError, match=r"sources\.pairs\.join: "):
+                loader.load_state_dict(saved)
 
     def test_another_join_is_refused(self, data: Data, saved: dict[str, Any]) -> None:
         more = Join(data.join.data, on="__key__", columns=("text", "__key__"))

@@ -257,16 +257,16 @@ class TestWhatIsFound:
         (joined,) = docs["joined"]
         assert (joined["on"], joined["columns"], joined["format"], joined["files"]) == ("id", ["more"], "jsonl", 1)
         assert joined["paths"] == [str(Path("more.jsonl").resolve())]
-        assert docs["dropped"]["partner"] == 10
+        assert docs["dropped"]["unpaired"] == 10
         assert docs["num_bad"] == 10 + docs["dropped"]["read_error"] + docs["dropped"]["transform_error"]
-        assert {"row": 3, "reason": "partner"}.items() <= docs["bad"][3].items()
+        assert {"row": 3, "reason": "unpaired"}.items() <= docs["bad"][3].items()
         assert docs["bad"][3]["message"].endswith("more.jsonl has the 'id' 3")
         assert docs["first"]["row"] == 10
         assert set(docs["first"]["raw"]) == {"text", "id", "more"}
         assert main(["inspect", config]) == 0
         shown = capsys.readouterr().out
         assert "joined    more by 'id' of jsonl, " in shown
-        assert "partner (what belongs to it is not there)" in shown
+        assert "unpaired (what is to be joined to it is not there)" in shown
 
     def test_the_first_record_of_an_iterable_is_that_of_the_run(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: Any

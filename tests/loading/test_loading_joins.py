@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 from megascale_lightning.errors import ConfigError, CorruptDataError, DataError, MegaScaleWarning
 from megascale_lightning.loading import LoadedSource, SourceLoader, ids, joined
 from megascale_lightning.loading.joins import make_record_reader
-from megascale_lightning.loading.quarantine import Quarantine, read_lines
+from megascale_lightning.loading.quarantine import Quarantine, digest_of, read_lines
 from megascale_lightning.loading.works import SampleWork
 from megascale_lightning.rows import CollatedRows, PackedRows
 from megascale_lightning.sources import Source, build_manifest
@@ -114,6 +116,27 @@ class TestPartners:
         found = records_of(Source("pairs", own, join=Join(str(tmp_path / "x*.parquet"), on="id")))
         assert [one["n"].dtype for one in found] == [np.int16, np.int64]
 
+    def test_a_field_that_some_files_lack_changes_no_type(self, tmp_path):
+        """And no record has it, beside others that do."""
+        own = write(tmp_path / "own", "parquet", {"id": list(range(8)), "input_ids": [[7]] * 8}, unit_rows=2)
+        w = pa.array([0.0, 1.0, 2.0, 3.0], pa.float32())
+        pq.write_table(pa.table({"id": [0, 1, 2, 4], "w": w}), tmp_path / "x0.parquet")
+        pq.write_table(pa.table({"id": [3, 5, 6, 7], "lang": list("abcd"), "w": w}), tmp_path / "x1.parquet")
+        source = Source("pairs", own, shuffle=False, join=Join(str(tmp_path / "x*.parquet"), on="id"))
+        loader = loader_of(source, rows=PackedRows(16, 1, sample_fields=("w",)), window_units=1)
+        fields = [take_all(loader, meta).samples["w"] for meta in metas_of(loader)]
+        assert [one.dtype for one in fields] == [np.float32] * 4
+        assert np.concatenate(fields).tolist() == [0, 1, 2, 0, 3, 1, 2, 3]
+        seen = {}
+
+        def saw(sample):
+            seen[sample["id"]] = "lang" in sample
+            return sample
+
+        source = Source("pairs", own, transform=saw, join=source.join)
+        list(metas_of(loader_of(source)))
+        assert seen == {n: n in (3, 5, 6, 7) for n in range(8)}
+
     def test_what_is_read_in_slices_may_be_completed(self, tmp_path, monkeypatch):
         monkeypatch.setattr(plaintext, "SLICED_BYTES", 100)
         lines = "".join(json.dumps({"id": int(n), "txt": f"txt {n}"}) + "\n" for n in OWN)
@@ -150,9 +173,22 @@ class TestInParts:
         for meta in metas_of(loader):
             kept = meta.pieces[meta.kept]
             given |= dict(zip(kept["unit"] * 7 + kept["row"], texts(take_all(loader, meta)), strict=True))
-            assert set(meta.reason[~meta.kept].tolist()) <= {7}
+            assert set(meta.reason[~meta.kept].tolist()) <= {8}
         missing = set(OTHER[-9:].tolist())
         assert given == {at: [n] * (1 + n % 5) for at, n in enumerate(OWN.tolist()) if n not in missing}
+
+    @pytest.mark.parametrize("count", [3, 4])
+    def test_one_without_a_partner_changes_no_type(self, tmp_path, count):
+        """Nor does one with null: fields of several numbers of the others stay one array."""
+        own = write(tmp_path / "own", "parquet", {"id": [0, 1, 2, 3], "input_ids": [[7]] * 4})
+        vectors = [[float(n), 1.0] for n in range(count)]
+        stored = pa.array([None, *vectors[1:]], pa.list_(pa.float32()))
+        pq.write_table(pa.table({"id": list(range(count)), "vec": stored}), tmp_path / "other.parquet")
+        source = Source("p", own, on_error="skip", shuffle=False, join=Join(str(tmp_path / "other.parquet"), on="id"))
+        loader = loader_of(source, rows=PackedRows(16, 1, sample_fields=("vec",)))
+        (meta,) = metas_of(loader)
+        vec = take_all(loader, meta).samples["vec"]
+        assert (vec.dtype, vec.tolist()) == (np.float32, vectors[1:])
 
     @pytest.mark.parametrize("kinds", [("parquet", "parquet"), ("jsonl", "parquet"), ("tar", "jsonl")])
     @pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
@@ -172,7 +208,7 @@ class TestInParts:
         (meta,) = metas_of(loader)
         lost = set(OTHER[:3].tolist())
         assert sorted(meta.pieces["length"].tolist()) == sorted(0 if n in lost else 1 + n % 5 for n in range(COUNT))
-        assert sorted(meta.reason[~meta.kept].tolist()) == [7, 7, 7]
+        assert sorted(meta.reason[~meta.kept].tolist()) == [8, 8, 8]
         loader.shutdown()
 
     def test_a_batched_transform_sees_both(self, tmp_path):
@@ -220,8 +256,55 @@ class TestInParts:
         other = write(tmp_path / "other", "parquet", {"id": [2, 1], "b": [8, 7], "y": [0, 0]})
         for length, columns, wanted in (("a", ("y",), [5, 6]), ("b", ("b",), [7, 8])):
             source = Source("p", own, columns=("x",), length=length, join=Join(other, on="id", columns=columns))
-            (meta,) = metas_of(loader_of(source, rows=CollatedRows(1)))
+            loader = loader_of(source, rows=CollatedRows(1))
+            (meta,) = metas_of(loader)
             assert sorted(meta.pieces["length"].tolist()) == wanted
+            payload = take_all(loader, meta).payload
+            assert {tuple(_unpickled(payload, at)) for at in range(2)} == {("x", *columns)}
+
+    def test_a_length_of_tokens_may_come_from_either(self, tmp_path):
+        own = write(tmp_path / "own", "parquet", {"id": [1, 2], "n": [1, 2], "input_ids": [[7, 7, 7]] * 2})
+        other = write(tmp_path / "other", "parquet", {"id": [2, 1], "m": [3, 2]})
+        for length, wanted in (("n", [1, 2]), ("m", [2, 3])):
+            join = Join(other, on="id", columns=("m",))
+            (meta,) = metas_of(loader_of(Source("p", own, columns=("input_ids",), length=length, join=join)))
+            assert sorted(meta.pieces["length"].tolist()) == wanted
+
+    @pytest.mark.parametrize("rows", [CollatedRows(1), PackedRows(16, 1)])
+    def test_a_length_that_no_join_names_is_looked_for_in_the_own_files(self, tmp_path, rows):
+        own = write(tmp_path / "own", "parquet", {"id": [1, 2], "n": [1, 2], "input_ids": [[7, 7, 7]] * 2})
+        other = write(tmp_path / "other", "parquet", {"id": [2, 1], "m": [3, 2]})
+        settings = {"columns": ("input_ids",), "join": Join(other, on="id")}
+        (meta,) = metas_of(loader_of(Source("p", own, length="n", **settings), rows=rows))
+        assert sorted(meta.pieces["length"].tolist()) == [1, 2]
+        with pytest.raises(ConfigError, match=r"own\.parquet has no column 'm'; .* named in columns= of its Join"):
+            list(metas_of(loader_of(Source("p", own, length="m", **settings), rows=rows)))
+
+    def test_a_field_that_neither_has_is_named(self, tmp_path):
+        own = write(tmp_path / "own", "parquet", {"id": [1, 2], "input_ids": [[7]] * 2, "labels": [[7]] * 2})
+        other = write(tmp_path / "other", "parquet", {"id": [2, 1], "text": ["a", "b"]})
+        for columns, rows in (
+            (("id",), PackedRows(16, 1)),
+            (("input_ids",), PackedRows(16, 1, token_fields=("labels",))),
+            (None, PackedRows(16, 1, sample_fields=("size",))),
+        ):
+            source = Source("p", own, columns=columns, join=Join(other, on="id"))
+            name = [*rows.token_columns, *rows.sample_fields][-1]
+            with pytest.raises(
+                ConfigError, match=rf"'p': \S*own\.parquet, .*joined to it, has no column '{name}'; its"
+            ):
+                list(metas_of(loader_of(source, rows=rows)))
+
+    def test_those_that_go_along_are_none_of_the_bad_ones(self, tmp_path):
+        columns = {"id": list(range(6)), "pair": [0, 0, 1, 1, 2, 2], "input_ids": [[1], [1], [1] * 17, [1], [1], [1]]}
+        own = write(tmp_path / "own", "parquet", columns)
+        other = write(tmp_path / "other", "parquet", {"id": [0, 2, 3, 4, 5], "text": ["c"] * 5})
+        join = Join(other, on="id")
+        source = Source("p", own, on_error="skip", shuffle=False, together="pair", overlong="drop", join=join)
+        (meta,) = metas_of(loader_of(source))
+        reasons = [meta.reasons[code] for code in meta.reason.tolist()]
+        assert reasons == ["partner", "unpaired", "overlong", "overlong", "", ""]
+        assert source.bad_reasons == ("read_error", "transform_error", "unpaired")
 
     def test_one_without_a_partner_takes_its_group_along_and_no_other(self, tmp_path):
         columns = {"id": list(range(8)), "pair": [0, 0, 1, 1, 1, 2, 2, 3], "input_ids": [[1]] * 8}
@@ -273,13 +356,24 @@ class TestMissing:
             return
         meta = loader.describe(key)
         assert np.flatnonzero(~meta.kept).tolist() == lost
-        assert [meta.reasons[code] for code in meta.reason[~meta.kept].tolist()] == ["partner"] * 2
+        assert [meta.reasons[code] for code in meta.reason[~meta.kept].tolist()] == ["unpaired"] * 2
         if place is not None:
             lines = list(read_lines(tmp_path / "bad"))
-            assert [line["reason"] for line in lines] == ["partner"] * 2
+            assert [line["reason"] for line in lines] == ["unpaired"] * 2
             assert first in lines[0]["message"]
             assert len({line["digest"] for line in lines}) == 2
             assert all(line["digest"] for line in lines)
+
+    def test_its_digest_is_that_of_its_own_fields(self, tmp_path):
+        """Whether its neighbours in the block have a partner or not."""
+        own = write(tmp_path / "own", "parquet", {"id": [1, 2], "txt": ["a", "b"], "none": [None, None]})
+        other = write(tmp_path / "other", "parquet", {"id": [1], "text": ["c"]})
+        source = Source("p", own, on_error="skip", join=Join(other, on="id"))
+        reader = make_record_reader(source, build_manifest(source, needs_tokens=False), None)
+        beside, alone = reader.read(0), reader.read(0, 1, 2)
+        assert (beside.table is None, alone.table is None) == (False, True)
+        assert digest_of(beside, 1) == digest_of(alone, 0)
+        assert digest_of(beside, 0) != digest_of(beside, 1)
 
     @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
     def test_of_blocks_that_are_cut_for_the_transform(self, tmp_path, kind):
@@ -287,7 +381,7 @@ class TestMissing:
         other = write(tmp_path / "other", kind, columns_of(OTHER[2:], key="id", name="text"))
         source = Source("pairs", own, on_error="skip", shuffle=False, join=Join(other, on="id"))
         (meta,) = metas_of(loader_of(source, rows=CollatedRows(1)))
-        assert np.flatnonzero(meta.reason == 7).tolist() == np.flatnonzero(np.isin(OWN, OTHER[:2])).tolist()
+        assert np.flatnonzero(meta.reason == 8).tolist() == np.flatnonzero(np.isin(OWN, OTHER[:2])).tolist()
         assert (~meta.kept).sum() == 2
 
     def test_null_belongs_to_nothing(self, tmp_path):
@@ -370,7 +464,7 @@ class TestBrokenPartners:
         assert sorted(lost) == list(range(20, 40))
         settings = {"join": join, "transform": lengthened, "shuffle": False}
         (meta,) = metas_of(loader_of(Source("pairs", own, on_error="skip", **settings), window_units=100))
-        assert [meta.reasons[code] for code in meta.reason[~meta.kept].tolist()] == ["partner"] * 20
+        assert [meta.reasons[code] for code in meta.reason[~meta.kept].tolist()] == ["unpaired"] * 20
         with pytest.raises(CorruptDataError, match=r'(?s)other\.parquet, unit 1.*on_error="skip" leaves out'):
             list(metas_of(loader_of(Source("pairs", own, **settings))))
 
@@ -470,6 +564,48 @@ class TestReads:
             assert 0 < sum(size for _, size in files._held.values()) <= bound
         assert len(files._held) >= 2
 
+    def test_to_close_waits_for_no_read(self, tmp_path, monkeypatch):
+        source, other = self.aligned(tmp_path)
+        reading, closed = threading.Event(), threading.Event()
+        read = ParquetReader.read
+
+        def slow(reader, *args):
+            if reader._manifest.files[0].path == other:
+                reading.set()
+                assert closed.wait(30), "close waits"
+            return read(reader, *args)
+
+        reader = make_record_reader(source, build_manifest(source, needs_tokens=False), None)
+        (files,) = reader._joined
+        monkeypatch.setattr(ParquetReader, "read", slow)
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(files.find, [key_of(3)], ())
+            assert reading.wait(30)
+            closing = threading.Thread(target=lambda: (files.close(), closed.set()))
+            closing.start()
+            closing.join(30)
+            ((one,), without) = found.result()
+        assert (one.block.table["text"].to_pylist(), without) == (["text 3"], {})
+
+    def test_what_is_found_keeps_no_piece_alive(self, tmp_path, monkeypatch):
+        """Also where what is wanted of a piece is one record, or several in a row."""
+        units, of_unit, size = 20, 50, 1 << 14
+        texts = [RNG.bytes(size) for _ in range(units * of_unit)]
+        other = write(tmp_path / "other", "parquet", {"id": range(len(texts)), "text": texts}, unit_rows=of_unit)
+        wanted = [unit * of_unit + at for unit in range(units) for at in (5, 6)]
+        own = write(tmp_path / "own", "parquet", {"id": wanted})
+        source = Source("p", own, join=Join(other, on="id"))
+        monkeypatch.setattr(joined, "_HELD_BYTES", 0)
+        (files,) = make_record_reader(source, build_manifest(source, needs_tokens=False), None)._joined
+        files.find(wanted[:1], ())
+        before = pa.total_allocated_bytes()
+        found, _ = files.find(wanted, ())
+        assert [one.block.table["text"].to_pylist() for one in found] == [
+            [texts[at] for at in pair] for pair in zip(wanted[::2], wanted[1::2], strict=True)
+        ]
+        # The last piece is still held.
+        assert pa.total_allocated_bytes() - before < 2 * of_unit * size + 2 * len(wanted) * size
+
     def test_12_bytes_a_record(self, tmp_path):
         for kind in (int, str):
             other = write(tmp_path / "other", "parquet", columns_of(range(5000), kind=kind, key="id"), unit_rows=5000)
@@ -488,6 +624,8 @@ class TestRefusals:
         [
             ({"on": ""}, "on must be the name of the field that holds the id, not ''"),
             ({"columns": "text"}, "columns must be a tuple of names, not 'text'"),
+            ({"columns": 3}, "columns must be a tuple of names, not 3"),
+            ({"columns": {"text": 1}}, "columns must be a tuple of names, not {'text': 1}"),
             ({"format": "xml"}, "format must be one of 'parquet', .*, not 'xml'"),
             ({"storage_options": 3}, "storage_options must be a mapping, not int"),
             ({"data": [{"id": 1}]}, "data must be files: a path, a pattern, a URL or a list of these, not a list"),
@@ -502,6 +640,9 @@ class TestRefusals:
     def test_what_is_no_join(self, given):
         with pytest.raises(ConfigError, match="join must be a Join, or a mapping of its data, on, and others"):
             Source("pairs", "own.parquet", join=given)
+
+    def test_an_empty_list_is_no_join(self):
+        assert Source("p", "x.parquet", join=[]) == Source("p", "x.parquet")
 
     def test_columns_that_both_name(self):
         with pytest.raises(ConfigError, match=r"name \['txt'\] more than once: choose one origin"):
