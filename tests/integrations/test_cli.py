@@ -39,7 +39,7 @@ from megascale_lightning import (
 from megascale_lightning.cli.configs import load_config
 from megascale_lightning.integrations.lightning.hyperparameters import plain, revived
 from megascale_lightning.rows import Rows
-from tests.integrations.corpora import held_out, train_sources, write_corpus
+from tests.integrations.corpora import held_out, train_sources
 from tests.integrations.swapped import PictureData
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,13 +105,6 @@ class CorpusData(MegaScaleDataModule):
 def adopted_pictures(batch_size: int = 16) -> MegaScaleDataModule:
     """What LightningCLI takes in place of a class."""
     return MegaScaleDataModule.from_datamodule(PictureData(batch_size), runtime="local")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
-    write_corpus(root)
-    return root
 
 
 @pytest.fixture(autouse=True)

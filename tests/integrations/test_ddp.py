@@ -9,17 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.corpora import write_corpus
 from tests.integrations.processes import read_log, steps_of, train
 
 pytestmark = [pytest.mark.ddp, pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
-    write_corpus(root)
-    return root
 
 
 def end(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.integrations.corpora import write_corpus
 from tests.integrations.processes import Finished, left_behind, marked_processes, read_log, steps_of, train
 from tests.integrations.scripts import ends
 
@@ -24,13 +23,6 @@ TERMINATED = SIGTERMException().code or 0
 """0, or 143 in later versions of Lightning."""
 
 Meanwhile = Callable[[subprocess.Popen[bytes], str], None]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
-    write_corpus(root)
-    return root
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megascale_lightning.runtime.ray_orphans import children
-from tests.integrations.corpora import write_corpus
 from tests.integrations.networks import Networks, Pair, missing_right, two_networks
 from tests.integrations.processes import SCRIPT, opened_files, read_log, shared_memory_files, steps_of, train
 
@@ -22,13 +21,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.ddp, pytest.mark.slow, pytest.mark.ti
 
 SIZE = ["--micro", 2, "--size", 8, "--steps", 4]
 TWO = ["--runtime", "ray", "--strategy", "ddp", "--nodes", 2, "--accumulate", 2]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
-    write_corpus(root)
-    return root
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import nbformat
 import pytest
 from jupyter_client.manager import AsyncKernelManager
 
-from tests.integrations.corpora import write_corpus
 from tests.integrations.processes import MARK, Finished, left_behind, read_log, shared_memory_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("machine")]
@@ -83,13 +82,6 @@ class Kernel:
         for rank in range(num_ranks):
             (self.out / f"log/rank{rank}.jsonl").unlink()
         return found
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
-    write_corpus(root)
-    return root
 
 
 @pytest.fixture

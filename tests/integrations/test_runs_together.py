@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.corpora import write_corpus
 from tests.integrations.processes import MARK, SCRIPT, marked_processes, read_log, steps_of
 from tests.integrations.scripts import ends
 
@@ -24,13 +23,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 12
 HELD = 7
 """The microbatch at which all stand still: the fourth step."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
-    write_corpus(root)
-    return root
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from megascale_lightning import Source, StateError
 from megascale_lightning.checkpointing.filelists import FILES_KEY, unpack_lists
 from megascale_lightning.cli import main as megascale
 from megascale_lightning.cli.state import find_states, read_checkpoint
-from tests.integrations.corpora import held_out, real_data, write_corpus
+from tests.integrations.corpora import held_out, real_data
 from tests.integrations.fakes import SaveAt, make_trainer
 from tests.integrations.models import Recorder
 from tests.integrations.processes import Finished, left_behind, steps_of, train
@@ -28,13 +28,6 @@ from tests.integrations.test_loops import LateRestore
 pytestmark = [pytest.mark.ddp, pytest.mark.slow, pytest.mark.timeout(600)]
 
 Found = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("corpus")
-    write_corpus(root)
-    return root
 
 
 @pytest.fixture(scope="module")
